@@ -1,0 +1,36 @@
+"""From a module to pure compiled steps.
+
+- `networks`, `nnx_networks`, `binding`: Flax networks on a module, bound to the variables of a trace
+- `trace`, `effects`, `explain`: one run of a user's step: what it reads, logs and must not do
+- `core`, `packing`, `state`: the pure step functions
+- `variants`, `creation`, `engine_state`, `engine`: compiled steps and the state carried between them
+- `functional`: the same pure functions for people with a loop of their own
+"""
+
+from jaxlightning.compile.engine import Engine as Engine
+from jaxlightning.compile.engine import StepOutput as StepOutput
+from jaxlightning.compile.functional import Functional as Functional
+from jaxlightning.compile.functional import functionalize as functionalize
+from jaxlightning.compile.log_plan import LogKey as LogKey
+from jaxlightning.compile.log_plan import LogMeta as LogMeta
+from jaxlightning.compile.log_plan import LogPlan as LogPlan
+from jaxlightning.compile.networks import LinenNetwork as LinenNetwork
+from jaxlightning.compile.networks import NetworkInfo as NetworkInfo
+from jaxlightning.compile.selection import ParameterSelection as ParameterSelection
+from jaxlightning.compile.trace import current_trace as current_trace
+from jaxlightning.compile.variants import CompiledStep as CompiledStep
+
+__all__ = [
+    "CompiledStep",
+    "Engine",
+    "Functional",
+    "LinenNetwork",
+    "LogKey",
+    "LogMeta",
+    "LogPlan",
+    "NetworkInfo",
+    "ParameterSelection",
+    "StepOutput",
+    "current_trace",
+    "functionalize",
+]

@@ -1,0 +1,160 @@
+"""A module, its networks and its optimizers as the pure step functions need them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from jaxlightning.compile.effects import INTERNAL
+from jaxlightning.compile.networks import LinenNetwork, is_linen, is_nnx, rebuild, walk
+from jaxlightning.compile.nnx_networks import NnxGroup
+from jaxlightning.compile.trace import Trace
+
+if TYPE_CHECKING:
+    from jaxlightning.compile.engine import Engine
+    from jaxlightning.optim import OptimizerHandle
+
+__all__ = ["Binding"]
+
+
+class Binding:
+    """Finds and wraps the networks of a module and binds them to the variables of a trace.
+
+    Args:
+        module: The user's module.
+        engine: Its engine; linen wrappers ask it for current variables outside a step.
+        jit: Whether steps are compiled.
+    """
+
+    def __init__(self, module: Any, engine: Engine, *, jit: bool) -> None:
+        self.module = module
+        self.engine = engine
+        self.jit = jit
+        self.linen: dict[str, LinenNetwork] = {}
+        self.nnx: NnxGroup | None = None
+        self.nnx_training: dict[str, bool] = {}
+        self.optimizers: list[OptimizerHandle] = []
+        self._wrappers: dict[int, LinenNetwork] = {}
+
+    def attach(self) -> None:
+        """Wraps every network found in the module's attributes; safe to call again after new ones were assigned."""
+        nnx_modules: dict[str, Any] = {}
+        instance = self.module.__dict__
+        stash: dict[str, Any] = instance.setdefault("_nnx_attributes", {})
+        for name in list(instance):
+            if name in INTERNAL or name.startswith("__"):
+                continue
+            found = walk(instance[name], name)
+            if not found:
+                continue
+            paths = iter([path for path, _ in found])
+            instance[name] = rebuild(instance[name], lambda network, paths=paths: self._wrap(network, next(paths)))
+            if any(is_nnx(network) for _, network in found):
+                # Served by `__getattr__`, which can then refresh the user's objects lazily.
+                stash[name] = instance.pop(name)
+        for name, value in stash.items():
+            nnx_modules.update({path: network for path, network in walk(value, name) if is_nnx(network)})
+        if nnx_modules and (self.nnx is None or list(self.nnx.modules) != list(nnx_modules)):
+            self.nnx = NnxGroup(nnx_modules)
+            for name in nnx_modules:
+                self.nnx_training.setdefault(name, bool(instance.get("training", True)))
+
+    def _wrap(self, network: Any, path: str) -> Any:
+        if isinstance(network, LinenNetwork):
+            if network._engine is self.engine and network._path in self.linen:
+                return network
+            network._path, network._engine = path, self.engine
+            self.linen[path] = network
+            return network
+        if not is_linen(network):
+            return network
+        known = self._wrappers.get(id(network))
+        if known is not None:
+            return known  # the same object under two names: one network, tied
+        origin = network.__dict__.get("_jaxlightning_origin")
+        init_path = next(
+            (w._init_path for w in self.linen.values() if origin and w._module.__dict__.get("_jaxlightning_origin") == origin),
+            path,
+        )
+        wrapper = LinenNetwork(network, path, self.engine, init_path)
+        wrapper.training = bool(self.module.__dict__.get("training", True))
+        self._wrappers[id(network)] = wrapper
+        self.linen[path] = wrapper
+        return wrapper
+
+    def copy_network(self, network: LinenNetwork, memo: dict[int, Any]) -> LinenNetwork:
+        """What `copy.deepcopy` of a wrapped network gives: an unplaced one that starts equal to its source."""
+        module = copy.deepcopy(network._module, memo)
+        duplicate = LinenNetwork(module, network._path, network._engine, network._init_path)
+        duplicate.training = network.training
+        return duplicate
+
+    @property
+    def names(self) -> list[str]:
+        """Paths of all networks."""
+        return [*self.linen, *(self.nnx.modules if self.nnx is not None else ())]
+
+    def missing(self, params: dict[str, Any]) -> list[str]:
+        """Linen networks without variables."""
+        return [path for path in self.linen if path not in params]
+
+    def mode_key(self) -> tuple[Any, ...]:
+        """What the training/evaluation modes of the module and its networks are, as a hashable value."""
+        return (
+            self.module.__dict__.get("training", True),
+            tuple(network.training for network in self.linen.values()),
+            tuple(self.nnx_training.values()),
+        )
+
+    def set_mode(self, training: bool) -> None:
+        """Puts every network in training or evaluation mode."""
+        for network in self.linen.values():
+            network.training = training
+        for name in self.nnx_training:
+            self.nnx_training[name] = training
+
+    def modes(self) -> dict[str, bool]:
+        """The mode of each network."""
+        return {**{path: network.training for path, network in self.linen.items()}, **self.nnx_training}
+
+    def restore_modes(self, modes: dict[str, bool]) -> None:
+        """Sets modes read by `modes`; networks that came later keep theirs."""
+        for path, training in modes.items():
+            if path in self.linen:
+                self.linen[path].training = training
+            elif path in self.nnx_training:
+                self.nnx_training[path] = training
+
+    @contextmanager
+    def bound(self, trace: Trace) -> Iterator[None]:
+        """Lets the module's NNX attributes be modules bound to the trace's variables."""
+        if self.nnx is None:
+            yield
+            return
+        merged = self.nnx.bind(trace, frozenset(name for name, training in self.nnx_training.items() if not training))
+        by_id = {id(original): merged[path] for path, original in self.nnx.modules.items()}
+        instance = self.module.__dict__
+        stash = instance["_nnx_attributes"]
+        for name, value in stash.items():
+            instance[name] = rebuild(value, lambda network: by_id.get(id(network), network))
+        trace.nnx = self.nnx
+        try:
+            yield
+            self.nnx.collect(trace)
+        finally:
+            for name in stash:
+                instance.pop(name, None)
+
+    def owned_by(self, handle: OptimizerHandle) -> Callable[[str], bool] | None:
+        """Which parameter paths an optimizer owns; None means all."""
+        return None if handle.owns is None else handle.owns.matches
+
+    @property
+    def owned(self) -> Callable[[str], bool] | None:
+        """Which parameter paths any optimizer owns; None means all."""
+        owners = [self.owned_by(handle) for handle in self.optimizers]
+        if any(owner is None for owner in owners):
+            return None
+        return lambda path: any(owner(path) for owner in owners if owner is not None)

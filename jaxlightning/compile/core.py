@@ -1,0 +1,475 @@
+"""The pure functions behind every step: run the user's code on given variables, differentiate, update, pack logs.
+
+Nothing here holds state between steps. `engine` compiles these functions and carries their state; `functional` hands
+them to people who write their own loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxlightning.compile import packing
+from jaxlightning.compile.effects import ReadRecorder, SideEffects, tracing_class
+from jaxlightning.compile.explain import explain
+from jaxlightning.compile.log_plan import LogPlan
+from jaxlightning.compile.paths import merge, select
+from jaxlightning.compile.state import TrainState
+from jaxlightning.compile.trace import LogEntry, Scalars, Trace, activate, trace_level
+from jaxlightning.optim import clip_gradients
+from jaxlightning.utilities.exceptions import MisconfigurationException
+
+if TYPE_CHECKING:
+    from jaxlightning.compile.binding import Binding
+
+__all__ = ["FLOATS", "EvalOptions", "StepInfo", "TrainOptions", "eval_step", "gradients", "train_step", "update"]
+
+FLOATS = 3
+"""Leading entries of the float inputs: 1/accumulate, window scale, clip value; hyper-parameters of optimizers follow."""
+
+_FX = {
+    "train": "training_step",
+    "validate": "validation_step",
+    "sanity_check": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+_STAGE_SALT = {"train": 0, "validate": 1, "sanity_check": 2, "test": 3, "predict": 4}
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Static choices of a training variant.
+
+    Attributes:
+        buffer: Gradients are accumulated in the state (accumulation over batches, or the split path).
+        window_start: The batch is the first of an accumulation window.
+        apply: The batch ends in an optimizer update.
+        clip: `"norm"`, `"value"` or None.
+        outputs: The return value of the step is wanted.
+        check_finite: Losses and gradients are checked; a non-finite one blocks the update.
+    """
+
+    buffer: bool = False
+    window_start: bool = True
+    apply: bool = True
+    clip: str | None = None
+    outputs: bool = False
+    check_finite: bool = False
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Static choices of an evaluation or prediction variant."""
+
+    stage: str
+    dataloader_idx: int | None = None
+    outputs: bool = False
+
+
+@dataclass
+class StepInfo:
+    """What tracing a variant found out.
+
+    Attributes:
+        plan: The keys that it logs.
+        skipped: The training step returned None.
+        outputs: How to rebuild the user's return value from the arrays that the compiled call returns.
+        finite_names: What the entries of the finite flags are.
+        reads: Attributes of the module that became constants.
+    """
+
+    plan: LogPlan = field(default_factory=LogPlan)
+    skipped: bool = False
+    outputs: OutputTree | None = None
+    finite_names: tuple[str, ...] = ()
+    reads: ReadRecorder = field(default_factory=ReadRecorder)
+
+
+class OutputTree:
+    """Structure of a step's return value: arrays travel through the compiled call, everything else is remembered."""
+
+    def __init__(self, value: Any) -> None:
+        leaves, self._treedef = jax.tree_util.tree_flatten(value)
+        self._static = [None if _is_array(leaf) else leaf for leaf in leaves]
+        self._is_array = [_is_array(leaf) for leaf in leaves]
+        self.arrays = tuple(leaf for leaf in leaves if _is_array(leaf))
+
+    def detach(self) -> tuple[Any, ...]:
+        """The arrays; afterwards the object holds only the structure."""
+        arrays, self.arrays = self.arrays, ()
+        return arrays
+
+    def rebuild(self, arrays: Sequence[Any]) -> Any:
+        """The user's return value with concrete arrays."""
+        given = iter(arrays)
+        leaves = [next(given) if is_array else static for is_array, static in zip(self._is_array, self._static, strict=True)]
+        return jax.tree_util.tree_unflatten(self._treedef, leaves)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def step_key(seed: Any, micro_step: Any, stage: str) -> jax.Array:
+    """The typed key of a step: a function of seed, stage and batch number, so that a resume needs no saved state."""
+    key = jax.random.fold_in(jax.random.key(jnp.asarray(seed).astype(jnp.uint32)), micro_step)
+    salt = _STAGE_SALT[stage]
+    return jax.random.fold_in(key, salt) if salt else key
+
+
+def arguments(function: Callable[..., Any], batch: Any, scalars: Scalars) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a `*_step`: `batch_idx` may be left out, `dataloader_idx` is passed by name where it exists."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        extra = [] if scalars.dataloader_idx is None else [scalars.dataloader_idx]
+        return [batch, scalars.batch_idx, *extra], {}
+    names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    args, kwargs = [batch], {}
+    others = [name for name in names if name != "dataloader_idx"]
+    if len(others) > 1:
+        args.append(scalars.batch_idx)
+    if "dataloader_idx" in names and scalars.dataloader_idx is not None:
+        kwargs["dataloader_idx"] = scalars.dataloader_idx
+    return args, kwargs
+
+
+def run_user_step(binding: Binding, trace: Trace, batch: Any, info: StepInfo | None, *, strict: bool) -> Any:
+    """Runs the user's step in a trace.
+
+    Args:
+        binding: The module and its networks.
+        trace: Receives what the step does.
+        batch: What the step sees.
+        info: Where reads of attributes are recorded, or None.
+        strict: Whether writes to the module and draws from host generators are refused (a compiled step).
+
+    Returns:
+        The step's return value.
+
+    Raises:
+        RuntimeError: If a strict step wrote to `self` or drew host random numbers.
+    """
+    module = binding.module
+    fx = _FX[trace.kind]
+    effects = SideEffects(module, fx) if strict or trace.silent else None
+    generators = _generator_states() if strict else None
+    cls = type(module)
+    trace.level = trace_level()
+    fx_before = module.__dict__.get("_current_fx_name")
+    with activate(trace), binding.bound(trace):
+        if info is not None:
+            module.__dict__["_read_recorder"] = info.reads
+            object.__setattr__(module, "__class__", tracing_class(cls))
+        module.__dict__["_current_fx_name"] = fx
+        try:
+            function = getattr(module, fx)
+            args, kwargs = arguments(function, batch, trace.scalars)
+            result = function(*args, **kwargs)
+        except Exception as error:
+            explain(error, f"{cls.__name__}.{fx}")
+            if effects is not None:
+                effects.restore()
+            raise
+        finally:
+            if info is not None:
+                object.__setattr__(module, "__class__", cls)
+                module.__dict__.pop("_read_recorder", None)
+            module.__dict__["_current_fx_name"] = fx_before
+    if effects is not None:
+        written = effects.restore()
+        if strict and not trace.silent:
+            effects.refuse(written)
+    if generators is not None:
+        _refuse_host_draws(generators, f"{cls.__name__}.{fx}")
+    return result
+
+
+def _generator_states() -> tuple[Any, Any, Any]:
+    import sys
+
+    torch = sys.modules.get("torch")
+    return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()  # noqa: NPY002
+
+
+def _refuse_host_draws(before: tuple[Any, Any, Any], where: str) -> None:
+    after = _generator_states()
+    drew = []
+    if before[0] != after[0]:
+        drew.append("random")
+    if any(not np.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True)):
+        drew.append("numpy.random")
+    if before[2] is not None and after[2] is not None and not bool((before[2] == after[2]).all()):
+        drew.append("torch")
+    if drew:
+        raise RuntimeError(
+            f"`{where}` drew random numbers from {', '.join(drew)}. The step is compiled: the same numbers would be used at "
+            "every step. Draw with `jax.random.*(self.next_rng(), ...)`, which gives a new key at every call and step."
+        )
+
+
+def _normalise_loss(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
+    """The loss and the further entries of a training step's return value; loss None means "skip"."""
+    if result is None:
+        return None, {}
+    extras: dict[str, Any] = {}
+    loss = result
+    if isinstance(result, dict):
+        if "loss" not in result:
+            raise MisconfigurationException(
+                f"`{where}` returned a dict without the key 'loss' (it has {sorted(map(str, result))}). In automatic "
+                "optimization a dict must hold the scalar to minimise under 'loss'."
+            )
+        loss = result["loss"]
+        extras = {key: value for key, value in result.items() if key != "loss"}
+    if any(c.__module__.split(".")[0] == "torch" for c in type(loss).__mro__):
+        raise TypeError(
+            f"`{where}` returned a torch tensor. The step must return a JAX array: compute the loss with jax.numpy / optax "
+            "from the arrays of the batch."
+        )
+    if not _is_array(loss):
+        raise MisconfigurationException(
+            f"In automatic optimization `{where}` must return a scalar array, a dict with 'loss', or None (to skip the "
+            f"update). Received: {type(loss).__name__} {loss!r:.80}."
+        )
+    if loss.size != 1:
+        raise RuntimeError(
+            f"`{where}` returned a loss of shape {tuple(loss.shape)}; a gradient needs a scalar. Reduce it: `loss.mean()`."
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise RuntimeError(f"`{where}` returned a loss of dtype {loss.dtype}; a gradient needs a real floating-point scalar.")
+    return loss.reshape(()), extras
+
+
+def gradients(
+    binding: Binding,
+    params: dict[str, Any],
+    variables: dict[str, Any],
+    batch: Any,
+    scalars: Scalars,
+    seed: Any,
+    info: StepInfo,
+    *,
+    owned: Callable[[str], bool] | None,
+) -> tuple[Any, dict[str, Any], Any, dict[str, Any], list[LogEntry], Callable[[Any], Any]]:
+    """Loss and gradients of one training batch.
+
+    Returns:
+        Loss (None: skipped), extras, gradients of the owned parameters (None when there is nothing to differentiate),
+        updated variables, log entries, and the loss as a function of the owned parameters.
+    """
+    where = f"{type(binding.module).__name__}.training_step"
+    trainable = params if owned is None else select(params, owned)
+    metas: list[LogEntry] = []
+    strict = binding.jit
+
+    def run(train_params: Any, silent: bool, record: bool) -> tuple[Any, Trace]:
+        full = train_params if owned is None else merge(params, train_params)
+        trace = Trace(
+            kind="train", key=step_key(seed, scalars.micro_step, "train"), scalars=scalars,
+            params=dict(full), variables=dict(variables), silent=silent,
+        )  # fmt: skip
+        return run_user_step(binding, trace, batch, info if record else None, strict=strict), trace
+
+    def loss_fn(train_params: Any, silent: bool = False, record: bool = True) -> tuple[Any, Any]:
+        result, trace = run(train_params, silent, record)
+        loss, extras = _normalise_loss(result, where)
+        if not silent:
+            metas[:] = trace.logs
+        logged = [(entry.value, entry.weight) for entry in trace.logs]
+        if loss is None:
+            raise _SkippedError(trace, extras)
+        output = OutputTree(extras)
+        return loss, (trace.variables, logged, output.detach(), _Static(output))
+
+    def value_fn(train_params: Any) -> Any:
+        return loss_fn(train_params, silent=True, record=False)[0]
+
+    try:
+        if not binding.jit:
+            # Once concretely, for effects and for a person at a breakpoint; once silently, for gradients.
+            loss, (variables, logged, extra_arrays, static) = loss_fn(trainable)
+            grads = jax.grad(value_fn)(trainable) if jax.tree_util.tree_leaves(trainable) and owned is not _nothing else None
+        elif owned is _nothing:
+            loss, (variables, logged, extra_arrays, static) = loss_fn(trainable)
+            grads = None
+        else:
+            (loss, (variables, logged, extra_arrays, static)), grads = jax.value_and_grad(loss_fn, has_aux=True)(trainable)
+    except _SkippedError:
+        # Values of the differentiated run die with it; run once more without differentiation.
+        info.skipped = True
+        try:
+            loss_fn(trainable)
+        except _SkippedError as skipped:
+            return None, {}, None, skipped.trace.variables, list(skipped.trace.logs), value_fn
+        raise
+    logs = [LogEntry(entry.meta, value, weight) for entry, (value, weight) in zip(metas, logged, strict=True)]
+    extras = static.output.rebuild(extra_arrays)
+    return loss, extras, grads, variables, logs, value_fn
+
+
+class _SkippedError(Exception):
+    """The training step returned None; carries the trace out of `value_and_grad`."""
+
+    def __init__(self, trace: Trace, extras: dict[str, Any]) -> None:
+        super().__init__("skipped")
+        self.trace = trace
+
+
+@jax.tree_util.register_static
+class _Static:
+    """Carries a Python object through `value_and_grad`'s auxiliary output."""
+
+    def __init__(self, output: OutputTree) -> None:
+        self.output = output
+
+
+def _nothing(_path: str) -> bool:
+    return False
+
+
+def update(
+    binding: Binding,
+    state: TrainState,
+    grads: Any,
+    hyper: Sequence[Any],
+    **extra: Any,
+) -> TrainState:
+    """Applies the optimizers to gradients of the parameters that they own."""
+    params, states = state.params, []
+    for handle, opt_state, values in zip(binding.optimizers, state.opt_state, hyper, strict=True):
+        own = binding.owned_by(handle)
+        mine = params if own is None else select(params, own)
+        own_grads = grads if own is None else select(grads, own)
+        updates, opt_state = handle.update(own_grads, opt_state, mine, values, **extra)
+        mine = optax.apply_updates(mine, updates)
+        params = mine if own is None else merge(params, mine)
+        states.append(opt_state)
+    return state.replace(params=params, opt_state=tuple(states))
+
+
+def hyper_of(binding: Binding, floats: Any) -> list[Any]:
+    """The hyper-parameters of each optimizer out of the float inputs."""
+    out, start = [], FLOATS
+    for handle in binding.optimizers:
+        n = len(handle.host_hyper())
+        out.append(floats[start : start + n])
+        start += n
+    return out
+
+
+def train_step(
+    binding: Binding,
+    table: packing.SlotTable,
+    info: StepInfo,
+    options: TrainOptions,
+    state: TrainState,
+    batch: Any,
+    scalars: Scalars,
+    seed: Any,
+    floats: Any,
+) -> tuple[TrainState, jax.Array, tuple[Any, ...], Any]:
+    """One training batch: gradients, accumulation, clipping, update, packed logs.
+
+    Returns:
+        The new state, the step values, the arrays of the outputs, and finite flags (or None).
+    """
+    owned = _nothing if not binding.optimizers else binding.owned
+    old = state
+    loss, extras, grads, variables, logs, value_fn = gradients(
+        binding, state.params, state.variables, batch, scalars, seed, info, owned=owned
+    )
+    state = state.replace(variables=variables)
+    if loss is not None and options.buffer:
+        loss = loss * floats[0].astype(loss.dtype)
+    flags = None
+    if options.check_finite and loss is not None:
+        info.finite_names, flags = _finite(loss, grads)
+    if options.buffer:
+        state, grads = _accumulate(state, grads, floats, options)
+    if options.apply and grads is not None:
+        if options.clip is not None:
+            grads = clip_gradients(grads, floats[2], options.clip)
+        before = state
+        state = update(binding, state, grads, hyper_of(binding, floats), value=loss, grad=grads, value_fn=value_fn)
+        if flags is not None:
+            good = jnp.all(flags)
+            kept = jax.tree.map(lambda n, o: jnp.where(good, n, o), (state.params, state.opt_state), (before.params, before.opt_state))
+            state = state.replace(params=kept[0], opt_state=kept[1])
+    info.plan = packing.plan_of(table, logs)
+    values, acc = packing.pack(table, logs, old.acc) if table.needed <= table.capacity else (jnp.zeros(()), old.acc)
+    state = state.replace(acc=acc)
+    arrays: tuple[Any, ...] = ()
+    if options.outputs:
+        output = OutputTree({} if loss is None else {"loss": loss, **extras})
+        arrays, info.outputs = output.detach(), output
+    return state, values, arrays, flags
+
+
+def _accumulate(state: TrainState, grads: Any, floats: Any, options: TrainOptions) -> tuple[TrainState, Any]:
+    """Adds g/N to the buffer; on apply gives the window's gradient, N/count times the buffer (a cut window counts truly)."""
+    if grads is None:  # skipped, or nothing to train
+        if options.window_start:
+            state = state.replace(grads=jax.tree.map(jnp.zeros_like, state.grads))
+        total = state.grads
+        pending = not options.window_start
+    else:
+        share = jax.tree.map(lambda g: g * floats[0].astype(g.dtype), grads)
+        total = share if options.window_start else jax.tree.map(jnp.add, state.grads, share)
+        state = state.replace(grads=total)
+        pending = True
+    if not options.apply or not pending:
+        return state, None
+    return state, jax.tree.map(lambda g: g * floats[1].astype(g.dtype), total)
+
+
+def _finite(loss: Any, grads: Any) -> tuple[tuple[str, ...], Any]:
+    named = [("the loss", loss)]
+    if grads is not None:
+        named += [
+            (f"the gradient of {jax.tree_util.keystr(path, simple=True, separator='/')}", leaf)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]
+        ]
+    return tuple(name for name, _ in named), jnp.stack([jnp.all(jnp.isfinite(leaf)) for _, leaf in named])
+
+
+def eval_step(
+    binding: Binding,
+    table: packing.SlotTable,
+    info: StepInfo,
+    options: EvalOptions,
+    params: Any,
+    variables: Any,
+    acc: Any,
+    batch: Any,
+    scalars: Scalars,
+    seed: Any,
+) -> tuple[Any, jax.Array, tuple[Any, ...]]:
+    """One evaluation or prediction batch.
+
+    Returns:
+        New accumulators, step values, arrays of the outputs.
+    """
+    scalars = dataclasses.replace(scalars, dataloader_idx=options.dataloader_idx)
+    trace = Trace(
+        kind=options.stage, key=step_key(seed, scalars.micro_step, options.stage), scalars=scalars,
+        params=dict(params), variables=dict(variables),
+    )  # fmt: skip
+    result = run_user_step(binding, trace, batch, info, strict=binding.jit)
+    info.plan = packing.plan_of(table, trace.logs)
+    fits = table.needed <= table.capacity
+    values, acc = packing.pack(table, trace.logs, acc) if fits else (jnp.zeros(()), acc)
+    arrays: tuple[Any, ...] = ()
+    if options.outputs:
+        output = OutputTree(result)
+        arrays, info.outputs = output.detach(), output
+    return acc, values, arrays

@@ -1,0 +1,190 @@
+"""What a step reads from and does to `self` while it is traced.
+
+Reads of plain attributes become constants of the compiled step; they are remembered, so that a later change by host
+code makes the step compile again instead of using a stale value. Writes would happen once, at the trace, and never
+again; a step that writes is refused with the names of what it wrote.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlightning.compile.networks import is_network, walk
+
+__all__ = ["ReadRecorder", "SideEffects", "same_value", "snapshot_value", "tracing_class"]
+
+INTERNAL = frozenset(
+    {"_current_fx_name", "_trainer", "_engine", "_modes", "_read_recorder", "training", "_nnx_attributes", "_host_rng_calls"}
+)
+"""Instance attributes that belong to the framework."""
+
+_SIMPLE = (int, float, complex, bool, str, bytes, type(None))
+_MAX_DEPTH = 4
+
+
+def snapshot_value(value: Any, depth: int = 0) -> Any:
+    """A copy of a value deep enough to notice later changes in place; opaque objects stand for themselves."""
+    if isinstance(value, _SIMPLE) or depth > _MAX_DEPTH:
+        return value
+    if isinstance(value, dict):
+        return {key: snapshot_value(item, depth + 1) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(snapshot_value(item, depth + 1) for item in value)
+    if isinstance(value, set | frozenset):
+        return type(value)(value)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value
+
+
+def same_value(old: Any, new: Any, depth: int = 0) -> bool:
+    """Whether a value still equals its snapshot."""
+    if old is new:
+        return True
+    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
+        return old.dtype == new.dtype and old.shape == new.shape and bool(np.array_equal(old, new, equal_nan=old.dtype.kind in "fc"))
+    if isinstance(old, _SIMPLE) or isinstance(new, _SIMPLE):
+        return type(old) is type(new) and (old == new or (old != old and new != new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old.keys() == new.keys() and all(same_value(old[k], new[k], depth + 1) for k in old)
+    if type(old) is type(new) and isinstance(old, list | tuple):
+        return len(old) == len(new) and all(same_value(a, b, depth + 1) for a, b in zip(old, new, strict=True))
+    if isinstance(old, set | frozenset) and isinstance(new, set | frozenset):
+        return old == new
+    return False
+
+
+class ReadRecorder:
+    """Attributes of `self` that a trace read, with what they held."""
+
+    def __init__(self) -> None:
+        self.reads: dict[str, Any] = {}
+
+    def record(self, name: str, value: Any) -> None:
+        """Remembers a read; only the first of each name counts."""
+        if name not in self.reads:
+            self.reads[name] = snapshot_value(value)
+
+    def changed(self, module: Any) -> list[str]:
+        """Names whose present value differs from the one that was read."""
+        missing = object()
+        current = module.__dict__
+        return [name for name, old in self.reads.items() if not same_value(old, current.get(name, missing))]
+
+
+_tracing_classes: dict[type, type] = {}
+
+
+def tracing_class(cls: type) -> type:
+    """A subclass of the user's class that records reads; an instance wears it only while it is traced.
+
+    A permanent `__getattribute__` would cost every read outside a trace.
+    """
+    found = _tracing_classes.get(cls)
+    if found is not None:
+        return found
+
+    def getattribute(self: Any, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if name[:2] != "__" and name not in INTERNAL:
+            instance = object.__getattribute__(self, "__dict__")
+            recorder = instance.get("_read_recorder")
+            if recorder is not None and name in instance and not is_network(value):
+                recorder.record(name, value)
+        return value
+
+    made = type(cls.__name__, (cls,), {"__getattribute__": getattribute, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})
+    _tracing_classes[cls] = made
+    return made
+
+
+class SideEffects:
+    """Compares the attributes of a module before and after a trace.
+
+    Args:
+        module: The user's module.
+        fx: Name of the step, for the message.
+    """
+
+    def __init__(self, module: Any, fx: str) -> None:
+        self.module = module
+        self.fx = fx
+        self.before = dict(module.__dict__)
+        self.copies = {name: _containers(value) for name, value in self.before.items() if name not in INTERNAL}
+
+    def restore(self) -> list[str]:
+        """Undoes what the trace wrote.
+
+        Returns:
+            The names of what was written, for example `"count"` or `"outputs (appended to)"`.
+        """
+        instance = self.module.__dict__
+        written = []
+        for name in [n for n in instance if n not in self.before and n not in INTERNAL]:
+            written.append(name)
+            del instance[name]
+        for name, value in self.before.items():
+            if name in INTERNAL:
+                continue
+            if instance.get(name, self) is not value:
+                written.append(name)
+                instance[name] = value
+            for container, contents in self.copies.get(name, ()):
+                if not _same_contents(container, contents):
+                    written.append(f"{name} (a {type(container).__name__} changed in place)")
+                    _refill(container, contents)
+        return written
+
+    def refuse(self, written: list[str]) -> None:
+        """Raises for writes that a compiled step cannot repeat.
+
+        Raises:
+            RuntimeError: If `written` is not empty.
+        """
+        if written:
+            names = ", ".join(f"`self.{name}`" for name in written)
+            raise RuntimeError(
+                f"`{type(self.module).__name__}.{self.fx}` changed {names}. The step is compiled: such a write would happen "
+                "once, while it is traced, and never again (capturing writes is not built yet). Log the value with "
+                "`self.log`, return it from the step and keep it in `on_train_batch_end` / `on_validation_batch_end`, or "
+                "run with `Trainer(jit=False)`."
+            )
+
+
+def _containers(value: Any, depth: int = 0) -> list[tuple[Any, Any]]:
+    if depth > _MAX_DEPTH or isinstance(value, (*_SIMPLE, np.ndarray, jax.Array)) or is_network(value):
+        return []
+    if isinstance(value, dict):
+        return [(value, dict(value)), *(pair for item in value.values() for pair in _containers(item, depth + 1))]
+    if isinstance(value, list):
+        return [(value, list(value)), *(pair for item in value for pair in _containers(item, depth + 1))]
+    if isinstance(value, set):
+        return [(value, set(value))]
+    if isinstance(value, tuple):
+        return [pair for item in value for pair in _containers(item, depth + 1)]
+    return []
+
+
+def _same_contents(container: Any, contents: Any) -> bool:
+    if isinstance(container, dict):
+        return container.keys() == contents.keys() and all(container[k] is contents[k] for k in contents)
+    if isinstance(container, list):
+        return len(container) == len(contents) and all(a is b for a, b in zip(container, contents, strict=True))
+    return bool(container == contents)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(contents)
+    else:
+        container.update(contents)
+
+
+def has_networks(value: Any) -> bool:
+    """Whether an attribute value holds a network."""
+    return bool(walk(value, ""))

@@ -1,0 +1,477 @@
+"""The engine of a run: owns the state and the compiled variants of a module's steps, and calls them.
+
+What owns what: `core` has the pure functions, `binding` the networks, `variants` the compiled calls and their
+compilation, this file the state that is carried from step to step and what the trainer asks of it. State that others
+read or write between steps (parameters, checkpoints) is in `engine_state`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlightning.compile import batch as batches
+from jaxlightning.compile.binding import Binding
+from jaxlightning.compile.core import EvalOptions, TrainOptions
+from jaxlightning.compile.creation import create_variables
+from jaxlightning.compile.engine_state import EngineState
+from jaxlightning.compile.log_plan import LogKey, LogMeta, LogPlan
+from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
+from jaxlightning.compile.packing import BLOCK, SlotTable
+from jaxlightning.compile.trace import Scalars, Trace
+from jaxlightning.compile.variants import CompiledStep, Variants
+from jaxlightning.utilities.exceptions import MisconfigurationException
+
+__all__ = ["Engine", "StepOutput"]
+
+_log = logging.getLogger("jaxlightning")
+
+_EMPTY = LogPlan()
+
+
+class StepOutput:
+    """What one step gave back; arrays are still being computed.
+
+    Attributes:
+        plan: The keys that the variant logs.
+        values: Step values, shape [capacity]; `values[slot]` belongs to the key with that slot.
+        skipped: Whether `training_step` returned None.
+    """
+
+    __slots__ = ("_arrays", "_tree", "plan", "skipped", "values")
+
+    def __init__(self, plan: LogPlan, values: Any, skipped: bool, tree: Any, arrays: Any) -> None:
+        self.plan = plan
+        self.values = values
+        self.skipped = skipped
+        self._tree = tree
+        self._arrays = arrays
+
+    @property
+    def outputs(self) -> Any:
+        """The user's return value with device arrays (training: `{"loss": loss/N, ...}`), None when not asked for."""
+        return None if self._tree is None else self._tree.rebuild(self._arrays)
+
+
+class Engine(EngineState):
+    """Compiles and runs the steps of one module.
+
+    Args:
+        module: The user's module.
+        strategy: Devices and shardings; made when None.
+        jit: Whether steps are compiled; False runs the same code eagerly.
+        seed: Seed of parameters and random keys, 0 to 2**32 - 1.
+        log_compiles: Whether every compilation is reported at INFO.
+        detect_anomaly: Whether a non-finite loss or gradient raises, at the price of one read per step.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        strategy: Any = None,
+        jit: bool = True,
+        seed: int = 0,
+        log_compiles: bool = False,
+        detect_anomaly: bool = False,
+    ) -> None:
+        if strategy is None:
+            from jaxlightning.parallel import make_strategy
+
+            strategy = make_strategy()
+        self.variants = Variants(strategy, jit=jit, log_compiles=log_compiles, owner=type(module).__name__)
+        self._eval_acc: dict[str, Any] = {}
+        self._hot: dict[Any, CompiledStep] = {}
+        self._hot_eval: dict[Any, CompiledStep] = {}
+        super().__init__(Binding(module, self, jit=jit), strategy)
+        self.module = module
+        self.jit = jit
+        self.seed = seed
+        self.detect_anomaly = detect_anomaly
+        self.tables: dict[str, SlotTable] = {}
+        self.on_variables_created: list[Callable[[], None]] = []
+        self._dirty = False
+        self._floats: Any = None
+        self._floats_of: tuple[float, ...] = ()
+        self._seed32 = int(np.array(seed % (1 << 32), np.uint32).view(np.int32))
+        self._outside_calls = 0
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Wraps the module's networks and takes over the variables of NNX modules."""
+        self.module.__dict__["_engine"] = self
+        self.binding.attach()
+        self._adopt_nnx()
+        self._dirty = True
+
+    def detach(self) -> None:
+        """Writes current values into the user's NNX objects; compiled steps stay for the next run."""
+        self.refresh_nnx()
+
+    def set_optimizers(self, handles: list[Any] | None) -> None:
+        """Sets the optimizers of a training run; their states are made afresh.
+
+        Raises:
+            MisconfigurationException: If a parameter belongs to two optimizers.
+        """
+        self.binding.optimizers = list(handles or [])
+        self.reset_optimizer_states()
+        for handle in self.binding.optimizers:
+            handle.bind(get_state=lambda handle=handle: self.opt_state_of(handle))
+        self._forget()
+
+    def modes_changed(self) -> None:
+        """Called when a network or the module changes between training and evaluation mode."""
+        self._hot.clear()
+        self._hot_eval.clear()
+
+    sync_modes = modes_changed
+
+    def mark_dirty(self) -> None:
+        """Called when an attribute of the module was set outside a step."""
+        self._dirty = True
+
+    def check_constants(self) -> None:
+        """Drops compiled steps for which an attribute that they read has another value now."""
+        self._dirty = False
+        if self._nnx_exposed:
+            self._adopt_nnx()
+        if self.variants.drop_changed(self.module):
+            self._hot.clear()
+            self._hot_eval.clear()
+
+    def _forget(self) -> None:
+        self.variants.clear()
+        self._hot.clear()
+        self._hot_eval.clear()
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def train_step(
+        self,
+        batch: Any,
+        *,
+        batch_idx: int,
+        current_epoch: int = 0,
+        global_step: int = 0,
+        micro_step: int = 0,
+        accumulate: int = 1,
+        window_start: bool = True,
+        apply: bool = True,
+        window_count: int = 1,
+        clip: tuple[float | None, str | None] = (None, None),
+        want_outputs: bool = False,
+    ) -> StepOutput:
+        """Runs one training batch, fused with the update when it ends an accumulation window.
+
+        Args:
+            batch: Pytree of arrays; other leaves stay on the host.
+            batch_idx: Index of the batch in the epoch, from 0.
+            current_epoch: Index of the epoch, from 0.
+            global_step: Optimizer steps so far.
+            micro_step: Batches so far, over the whole run; random keys derive from it.
+            accumulate: Batches per accumulation window (N).
+            window_start: Whether the batch is the first of its window.
+            apply: Whether the batch ends in an update.
+            window_count: Batches in the window so far, this one included; the gradient is their mean.
+            clip: Clip value (None: off) and algorithm, `"norm"` or `"value"`.
+            want_outputs: Whether the return value of the step is needed.
+
+        Returns:
+            Log values and outputs, still being computed.
+        """
+        value, algorithm = clip
+        buffer = accumulate != 1 or self.keep_gradients
+        clipping = (algorithm or "norm") if value else None
+        out = self._train(
+            (buffer, window_start, apply, clipping, want_outputs), batch, batch_idx, current_epoch, global_step, micro_step,
+            1.0 / accumulate, accumulate / window_count, value or 0.0,
+        )  # fmt: skip
+        if apply and not (out.skipped and not buffer):
+            for handle in self.binding.optimizers:
+                handle.updates += 1
+        return out
+
+    def grad_step(
+        self,
+        batch: Any,
+        *,
+        batch_idx: int,
+        current_epoch: int = 0,
+        global_step: int = 0,
+        micro_step: int = 0,
+        accumulate: int = 1,
+        window_start: bool = True,
+        want_outputs: bool = False,
+    ) -> StepOutput:
+        """The first half of a split step: adds g/N to `grads`; arguments as in `train_step`."""
+        if not self.keep_gradients:
+            self.keep_gradients = True
+            self._forget()
+        out = self._train(
+            (True, window_start, False, None, want_outputs), batch, batch_idx, current_epoch, global_step, micro_step,
+            1.0 / accumulate, 1.0, 0.0,
+        )  # fmt: skip
+        self.has_gradients = not out.skipped or (self.has_gradients and not window_start)
+        return out
+
+    def _train(
+        self,
+        flags: tuple[Any, ...],
+        batch: Any,
+        batch_idx: int,
+        current_epoch: int,
+        global_step: int,
+        micro_step: int,
+        share: float,
+        scale: float,
+        clip: float,
+    ) -> StepOutput:
+        leaves, treedef = jax.tree_util.tree_flatten(batch)
+        arrays, positions = batches.split(leaves)
+        if self._dirty or self._nnx_exposed:
+            self.check_constants()
+        hyper = (share, scale, clip)
+        for handle in self.binding.optimizers:
+            hyper = (*hyper, *handle.host_hyper())
+        if hyper != self._floats_of:
+            self._set_floats(hyper)
+        ints = np.array((self._seed32, micro_step, batch_idx, current_epoch, global_step), np.int32)
+        variant = self._hot.get(flags)
+        if variant is not None and variant.treedef == treedef and variant.positions == positions:
+            try:
+                self._leaves, values, outputs, finite = variant.call(self._leaves, arrays, ints, self._floats)
+            except TypeError:  # another shape; the compiled call checks before it consumes anything
+                variant = None
+        else:
+            variant = None
+        if variant is None:
+            variant = self._train_variant(flags, batch, arrays, treedef, positions, ints)
+            self._leaves, values, outputs, finite = variant.call(self._leaves, arrays, ints, self._floats)
+        self._nnx_stale = True
+        if finite is not None:
+            self._raise_anomaly(finite, variant, micro_step)
+        return StepOutput(variant.info.plan, values, variant.info.skipped, variant.info.outputs, outputs)
+
+    def _train_variant(
+        self, flags: tuple[Any, ...], batch: Any, arrays: Any, treedef: Any, positions: Any, ints: Any
+    ) -> CompiledStep:
+        self.ensure_created("train", batch, Scalars(*(int(i) for i in (*ints[2:], ints[1]))))
+        buffer, window_start, apply, clip, outputs = flags
+        options = TrainOptions(buffer, window_start, apply, clip, outputs, self.detect_anomaly)
+        if buffer:
+            self.ensure_gradient_buffer()
+        self.ensure_optimizer_states()
+        table = self._table("train")
+        variant = self.variants.train(self, options, table, batch, arrays, treedef, positions, ints)
+        self._hot[flags] = variant
+        return variant
+
+    def _set_floats(self, hyper: tuple[float, ...]) -> None:
+        dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
+        # A device array costs less per call than a numpy array, and the values rarely change.
+        self._floats = self.strategy.put(np.array(hyper, dtype))
+        self._floats_of = hyper
+
+    def _raise_anomaly(self, finite: Any, variant: CompiledStep, micro_step: int) -> None:
+        flags = np.asarray(finite)
+        if not flags.all():
+            name = variant.info.finite_names[int(np.argmin(flags))]
+            raise RuntimeError(
+                f"`detect_anomaly=True`: {name} is not finite in training batch {micro_step} (counted over the run, from 0) "
+                f"of {type(self.module).__name__}. The parameters are those before this batch."
+            )
+
+    def update_step(self, *, window_count: int = 1, accumulate: int = 1) -> None:
+        """The second half of a split step: the optimizers apply `grads`, times N/count."""
+        if not self.binding.optimizers or not self.has_gradients:
+            return
+        hyper = (1.0, accumulate / window_count, 0.0)
+        for handle in self.binding.optimizers:
+            hyper = (*hyper, *handle.host_hyper())
+            handle.updates += 1
+        if hyper != self._floats_of:
+            self._set_floats(hyper)
+        variant = self.variants.update(self)
+        self._leaves = variant.call(self._leaves, self._floats)
+        self._nnx_stale = True
+
+    # --- evaluation ---------------------------------------------------------------------------------------------
+
+    def eval_step(
+        self,
+        stage: str,
+        batch: Any,
+        *,
+        batch_idx: int,
+        dataloader_idx: int | None = None,
+        current_epoch: int = 0,
+        global_step: int = 0,
+        want_outputs: bool = False,
+    ) -> StepOutput:
+        """Runs one evaluation batch; `stage` is `"validate"`, `"test"`, `"sanity_check"` or `"predict"`."""
+        leaves, treedef = jax.tree_util.tree_flatten(batch)
+        arrays, positions = batches.split(leaves)
+        if self._dirty or self._nnx_exposed:
+            self.check_constants()
+        ints = np.array((self._seed32, batch_idx, batch_idx, current_epoch, global_step), np.int32)
+        flags = (stage, dataloader_idx, want_outputs)
+        state = self.evaluation_leaves()
+        acc = self._eval_acc.get(stage)
+        variant = self._hot_eval.get(flags)
+        if variant is not None and variant.treedef == treedef and variant.positions == positions:
+            try:
+                self._eval_acc[stage], values, outputs = variant.call(state, acc, arrays, ints)
+            except TypeError:
+                variant = None
+        else:
+            variant = None
+        if variant is None:
+            self.ensure_created(stage, batch, Scalars(*(int(i) for i in (*ints[2:], ints[1])), dataloader_idx))
+            state = self.evaluation_leaves()
+            table = self._table(stage)
+            variant = self.variants.evaluate(
+                self, EvalOptions(stage, dataloader_idx, want_outputs), table, batch, arrays, treedef, positions, ints
+            )
+            self._hot_eval[flags] = variant
+            self._eval_acc[stage], values, outputs = variant.call(state, self._eval_acc[stage], arrays, ints)
+        return StepOutput(variant.info.plan, values, False, variant.info.outputs, outputs)
+
+    def predict_step(
+        self, batch: Any, *, batch_idx: int, dataloader_idx: int | None = None, current_epoch: int = 0, global_step: int = 0
+    ) -> StepOutput:
+        """Runs one prediction batch."""
+        return self.eval_step(
+            "predict", batch, batch_idx=batch_idx, dataloader_idx=dataloader_idx, current_epoch=current_epoch,
+            global_step=global_step, want_outputs=True,
+        )  # fmt: skip
+
+    # --- logs ---------------------------------------------------------------------------------------------------
+
+    def _table(self, stage: str) -> SlotTable:
+        table = self.tables.get(stage)
+        if table is None:
+            table = self.tables[stage] = SlotTable()
+            table.capacity = BLOCK
+            self.reset_accumulators(stage)
+        elif stage != "train" and self._eval_acc.get(stage) is None:
+            self.reset_accumulators(stage)
+        return table
+
+    def slots(self, stage: str) -> dict[LogKey, tuple[int, LogMeta]]:
+        """The keys that steps of a stage have logged so far, with their slots."""
+        table = self.tables.get(stage)
+        return {} if table is None else table.slots
+
+    def read_accumulators(self, stage: str) -> np.ndarray[Any, Any]:
+        """The epoch accumulators of a stage, shape [2, capacity], in one device read; row 1 holds weights or counts."""
+        acc = self.acc if stage == "train" else self._eval_acc.get(stage)
+        if acc is None:
+            return np.zeros((2, 0), np.float32)
+        return np.asarray(jax.device_get(acc))
+
+    def reset_accumulators(self, stage: str) -> None:
+        """Starts an epoch: every accumulator of the stage is neutral again."""
+        table = self.tables.get(stage)
+        if table is None:
+            return
+        dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
+        fresh = self.strategy.put(table.identity(dtype))
+        if stage == "train":
+            self.acc = fresh
+        else:
+            self._eval_acc[stage] = fresh
+
+    def grow_accumulators(self, stage: str) -> None:
+        """Makes room for new keys of a stage; what is accumulated stays."""
+        table = self.tables[stage]
+        old = self.read_accumulators(stage)
+        table.capacity = table.needed
+        dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
+        fresh = table.identity(dtype)
+        known = old.shape[1]
+        fresh[:, :known] = old
+        put = self.strategy.put(fresh)
+        if stage == "train":
+            self.acc = put
+        else:
+            self._eval_acc[stage] = put
+
+    # --- creation and calls outside a step -------------------------------------------------------------------------
+
+    def ensure_created(self, stage: str, batch: Any, scalars: Scalars) -> None:
+        """Creates the variables of linen networks that the step of `stage` calls and that have none."""
+        if not self.binding.missing(self.params_live):
+            return
+        params, variables = create_variables(self, stage, batch, scalars)
+        if params is not None:
+            self.take_created(params, variables)
+            self._forget()
+            for callback in self.on_variables_created:
+                callback()
+
+    def outside_trace(self) -> Trace:
+        """A trace for calling networks outside a step, on the current variables."""
+        self._outside_calls += 1
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), 0x6F757473), self._outside_calls)
+        zero = Scalars(0, 0, 0, 0)
+        return Trace(kind="predict", key=key, scalars=zero, params=dict(self.params_live), variables=dict(self.variables_live))
+
+    def copy_network(self, network: LinenNetwork, memo: dict[int, Any]) -> LinenNetwork:
+        """See `Binding.copy_network`."""
+        return self.binding.copy_network(network, memo)
+
+    def block_until_ready(self) -> None:
+        """Waits until the last dispatched step is done."""
+        jax.block_until_ready(self._leaves)
+
+    # --- what is there ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_variables(self) -> bool:
+        """Whether every network has its variables."""
+        return not self.binding.missing(self.params_live)
+
+    def networks(self) -> list[NetworkInfo]:
+        """One entry per network, for summaries."""
+        params, variables, modes = self.params_live, self.variables_live, self.binding.modes()
+        infos = []
+        for name in self.binding.names:
+            linen = self.binding.linen.get(name)
+            kind = type(linen._module) if linen is not None else type(self.binding.nnx.modules[name])  # type: ignore[union-attr]
+            infos.append(
+                NetworkInfo(
+                    name=name, type_name=kind.__name__, params=params.get(name), variables=variables.get(name),
+                    mode="train" if modes.get(name, True) else "eval",
+                )  # fmt: skip
+            )
+        return infos
+
+    @property
+    def trace_counts(self) -> dict[str, int]:
+        """How often the step of each kind was compiled."""
+        return self.variants.counts
+
+    @property
+    def compiled(self) -> dict[str, CompiledStep]:
+        """The most recent compiled step of each kind."""
+        return self.variants.latest
+
+    def require_single_optimizer(self) -> None:
+        """Automatic optimization updates with one optimizer.
+
+        Raises:
+            MisconfigurationException: If there are several.
+        """
+        if len(self.binding.optimizers) > 1:
+            raise MisconfigurationException(
+                "Training with multiple optimizers is only supported with manual optimization. Set "
+                "`self.automatic_optimization = False` in the module's `__init__`."
+            )
+
+

@@ -1,0 +1,177 @@
+"""The way out for people who write their own loop: a module's steps as pure functions of an explicit state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlightning.compile import core
+from jaxlightning.compile.core import FLOATS, EvalOptions, StepInfo, TrainOptions
+from jaxlightning.compile.engine import Engine
+from jaxlightning.compile.packing import BLOCK, SlotTable
+from jaxlightning.compile.state import TrainState
+from jaxlightning.compile.trace import Scalars
+
+__all__ = ["Functional", "FunctionalState", "functionalize"]
+
+
+@dataclasses.dataclass
+class FunctionalState:
+    """What the pure steps carry.
+
+    Attributes:
+        step: Batches so far, 0-d int32; `batch_idx` and `global_step` of the user's step, and its random keys, follow it.
+        seed: Seed of the random keys, 0-d uint32.
+        params: `{network: nested parameters}`.
+        variables: `{network: {collection: nested}}`.
+        opt_state: One optax state per optimizer.
+        hyper: Learning rates and other hyper-parameters of the optimizers that are inputs of the step, a float vector.
+    """
+
+    step: Any
+    seed: Any
+    params: Any
+    variables: Any
+    opt_state: Any
+    hyper: Any
+
+    def replace(self, **changes: Any) -> FunctionalState:
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)
+
+
+jax.tree_util.register_dataclass(
+    FunctionalState, data_fields=["step", "seed", "params", "variables", "opt_state", "hyper"], meta_fields=[]
+)
+
+
+class Functional(NamedTuple):
+    """What `functionalize` returns; unpacks as `state, train_step, eval_step, predict_step`.
+
+    Attributes:
+        state: The initial state.
+        train_step: `(state, batch) -> (state, logs)`; logs has `"loss"` and every logged key.
+        eval_step: `(state, batch) -> logs` of `validation_step`.
+        predict_step: `(state, batch) -> predictions`.
+    """
+
+    state: FunctionalState
+    train_step: Callable[[FunctionalState, Any], tuple[FunctionalState, dict[str, Any]]]
+    eval_step: Callable[[FunctionalState, Any], dict[str, Any]]
+    predict_step: Callable[[FunctionalState, Any], Any]
+
+
+def functionalize(
+    module: Any,
+    batch: Any,
+    *,
+    seed: int = 0,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str = "norm",
+) -> Functional:
+    """Turns a module into pure functions, for `jit`, `vmap` (an ensemble over seeds), `lax.scan` or a loop of one's own.
+
+    The functions are those that the trainer compiles, so a loop over them gives what `fit` gives. Callbacks, loggers
+    and hooks are not part of them.
+
+    Args:
+        module: A `JaxLightningModule` that is not attached to a trainer.
+        batch: An example batch; its shapes create the variables.
+        seed: Seed of parameters and random keys.
+        gradient_clip_val: As in `Trainer`.
+        gradient_clip_algorithm: As in `Trainer`.
+
+    Returns:
+        The initial state and the pure step functions.
+
+    Raises:
+        MisconfigurationException: If `configure_optimizers` gives several optimizers.
+    """
+    from jaxlightning.optim import parse_optimizers
+
+    engine = Engine(module, seed=seed)
+    engine.attach()
+    setup = parse_optimizers(module, module.configure_optimizers())
+    engine.set_optimizers(setup.optimizers)
+    engine.require_single_optimizer()
+    engine.ensure_created("train", batch, Scalars(0, 0, 0, 0))
+    engine.ensure_optimizer_states()
+    binding = engine.binding
+    options = TrainOptions(clip=gradient_clip_algorithm if gradient_clip_val else None, outputs=True)
+    floating = np.float64 if jax.config.jax_enable_x64 else np.float32
+    hyper = [value for handle in binding.optimizers for value in handle.host_hyper()]
+    tree = engine.tree
+    state = jax.tree.map(
+        jnp.array,
+        FunctionalState(
+            step=np.int32(0), seed=np.uint32(seed % (1 << 32)), params=tree.params, variables=tree.variables,
+            opt_state=tree.opt_state, hyper=np.array(hyper, floating),
+        ),  # fmt: skip
+    )
+    lead = np.array([1.0, 1.0, gradient_clip_val or 0.0], floating)
+    if lead.shape != (FLOATS,):
+        raise RuntimeError("The float inputs of a step changed their layout.")
+
+    def run(stage: str, step: Callable[[SlotTable, StepInfo, Any], Any]) -> tuple[Any, StepInfo, SlotTable]:
+        """Runs a step, once more with larger packed vectors when it logs more keys than fit."""
+        table = SlotTable()
+        table.capacity = BLOCK
+        while True:
+            info = StepInfo()
+            result = step(table, info, jnp.asarray(table.identity(floating)))
+            if table.needed <= table.capacity:
+                return result, info, table
+            table.capacity = table.needed
+
+    def logs_of(info: StepInfo, values: Any) -> dict[str, Any]:
+        return {meta.name: values[slot] for meta, slot in zip(info.plan.metas, info.plan.slots, strict=True)}
+
+    def train_step(state: FunctionalState, batch: Any) -> tuple[FunctionalState, dict[str, Any]]:
+        scalars = Scalars(state.step, jnp.zeros((), jnp.int32), state.step, state.step)
+
+        def step(table: SlotTable, info: StepInfo, acc: Any) -> Any:
+            floats = jnp.concatenate([jnp.asarray(lead), state.hyper])
+            train_state = TrainState(state.params, state.variables, state.opt_state, None, acc)
+            return core.train_step(binding, table, info, options, train_state, batch, scalars, state.seed, floats)
+
+        (new, values, arrays, _), info, _ = run("train", step)
+        outputs = info.outputs.rebuild(arrays) if info.outputs is not None else {}
+        logs = {**outputs, **logs_of(info, values)}
+        return (
+            state.replace(step=state.step + 1, params=new.params, variables=new.variables, opt_state=new.opt_state),
+            logs,
+        )
+
+    def evaluate(stage: str, state: FunctionalState, batch: Any) -> tuple[Any, dict[str, Any]]:
+        scalars = Scalars(*(jnp.zeros((), jnp.int32) for _ in range(4)))
+
+        def step(table: SlotTable, info: StepInfo, acc: Any) -> Any:
+            return core.eval_step(
+                binding, table, info, EvalOptions(stage, outputs=True), state.params, state.variables, acc, batch, scalars,
+                state.seed,
+            )  # fmt: skip
+
+        mode, modes = module.training, binding.modes()
+        module.eval()
+        try:
+            (_, values, arrays), info, _ = run(stage, step)
+        finally:
+            module.training = mode
+            binding.restore_modes(modes)
+        return info.outputs.rebuild(arrays) if info.outputs is not None else None, logs_of(info, values)
+
+    def eval_step(state: FunctionalState, batch: Any) -> dict[str, Any]:
+        outputs, logs = evaluate("validate", state, batch)
+        if isinstance(outputs, dict):
+            return {**outputs, **logs}
+        return logs if outputs is None or "loss" in logs else {"loss": outputs, **logs}
+
+    def predict_step(state: FunctionalState, batch: Any) -> Any:
+        return evaluate("predict", state, batch)[0]
+
+    return Functional(state, train_step, eval_step, predict_step)

@@ -1,0 +1,41 @@
+"""The training state as one pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+__all__ = ["TrainState"]
+
+
+@dataclasses.dataclass
+class TrainState:
+    """Everything that training steps read and change on the device.
+
+    The order of the fields matters: evaluation takes the leading leaves (parameters and variables), and the packed
+    accumulators come last, where the engine replaces them.
+
+    Attributes:
+        params: `{network: nested parameters}`.
+        variables: `{network: {collection: nested}}`: batch statistics and the like.
+        opt_state: One optax state per optimizer.
+        grads: Accumulated gradients of the parameters that optimizers own, or None where no variant keeps any.
+        acc: Packed accumulators of the training epoch, shape [2, capacity].
+    """
+
+    params: dict[str, Any]
+    variables: dict[str, Any]
+    opt_state: tuple[Any, ...] = ()
+    grads: Any = None
+    acc: Any = None
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)
+
+
+jax.tree_util.register_dataclass(
+    TrainState, data_fields=["params", "variables", "opt_state", "grads", "acc"], meta_fields=[]
+)

@@ -1,0 +1,140 @@
+"""The context of one run of a user's step on traced (or, with `jit=False`, concrete) variables.
+
+What owns what: `Trace` holds everything that a step reads from and writes to the framework while it runs; the engine
+makes it, `JaxLightningModule` and the networks look it up with `current_trace()`, the log connector adds to it.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxlightning.compile.log_plan import LogMeta
+
+if TYPE_CHECKING:
+    from jaxlightning.compile.networks import NnxGroup
+
+__all__ = ["LogEntry", "Scalars", "Trace", "activate", "current_trace"]
+
+_NEXT_RNG_SALT = 0x6E657874
+_active = threading.local()
+
+
+def current_trace() -> Trace | None:
+    """The trace that is running in this thread, or None."""
+    return getattr(_active, "trace", None)
+
+
+@contextmanager
+def activate(trace: Trace) -> Iterator[Trace]:
+    """Makes `trace` the current one."""
+    previous = current_trace()
+    _active.trace = trace
+    try:
+        yield trace
+    finally:
+        _active.trace = previous
+
+
+@dataclass
+class LogEntry:
+    """One call of `self.log` inside a step; `weight` None counts as one."""
+
+    meta: LogMeta
+    value: Any
+    weight: Any = None
+
+
+@dataclass
+class Scalars:
+    """Host numbers that a step may read, as 0-d integers of the running trace."""
+
+    batch_idx: Any
+    current_epoch: Any
+    global_step: Any
+    micro_step: Any
+    dataloader_idx: int | None = None
+
+
+@dataclass
+class Trace:
+    """State of one run of a user's step.
+
+    Attributes:
+        kind: `"train"`, `"validate"`, `"test"`, `"sanity_check"` or `"predict"`.
+        key: Typed key of this step.
+        scalars: Host numbers of this step.
+        params: `{network: params}`, read by linen networks.
+        variables: `{network: {collection: tree}}`; linen networks write updated collections here.
+        nnx: NNX networks bound to this step's variables, or None.
+        creating: Whether missing variables of linen networks are created.
+        created: Names of networks whose variables this run made or extended.
+        init_seed: Traced seed from which keys of new variables derive.
+        logs: Calls of `self.log`, in order.
+        silent: Whether effects are dropped (a second run for gradients, or a run for creation).
+        level: The JAX trace in which the step runs; a write under another one sits inside a user's own transform.
+    """
+
+    kind: str
+    key: jax.Array
+    scalars: Scalars
+    params: dict[str, Any]
+    variables: dict[str, Any]
+    nnx: NnxGroup | None = None
+    creating: bool = False
+    created: set[str] = field(default_factory=set)
+    init_seed: Any = None
+    logs: list[LogEntry] = field(default_factory=list)
+    silent: bool = False
+    level: Any = None
+    network_calls: dict[str, int] = field(default_factory=dict)
+    rng_calls: int = 0
+
+    def add_log(self, meta: LogMeta, value: Any, weight: Any = None) -> None:
+        """Records one call of `self.log`; `value` is a 0-d array or number, `weight` None means one."""
+        if not self.silent:
+            self.require_own_level(f"`self.log({meta.name!r}, ...)`", "return the value from the function and log it outside")
+            self.logs.append(LogEntry(meta, value, weight))
+
+    def next_key(self) -> jax.Array:
+        """A typed key, another one at every call and in every step."""
+        self.rng_calls += 1
+        return jax.random.fold_in(jax.random.fold_in(self.key, _NEXT_RNG_SALT), self.rng_calls)
+
+    def network_key(self, path: str) -> jax.Array:
+        """The key of the next call of a network in this step."""
+        count = self.network_calls.get(path, 0)
+        self.network_calls[path] = count + 1
+        return jax.random.fold_in(jax.random.fold_in(self.key, path_hash(path)), count)
+
+    def require_own_level(self, what: str, way_out: str) -> None:
+        """Refuses an effect inside a user's own JAX transform, where its value would leak.
+
+        Raises:
+            RuntimeError: If the innermost JAX trace is not the one of the step.
+        """
+        if self.level is not None and trace_level() is not self.level:
+            raise RuntimeError(
+                f"{what} was called inside a JAX transform of your own (jax.grad, vmap, scan, cond, checkpoint, jit ...) "
+                f"in the {self.kind} step. Its value exists only inside that transform: {way_out}."
+            )
+
+
+def trace_level() -> Any:
+    """The innermost JAX trace, comparable by identity; None where this JAX version does not tell."""
+    try:
+        from jax._src.core import trace_ctx  # no public counterpart; absent means that the check is off
+    except ImportError:
+        return None
+    return trace_ctx.trace
+
+
+def path_hash(path: str) -> int:
+    """A stable 31-bit number for a path (Python's own hash differs between processes)."""
+    return zlib.crc32(path.encode()) & 0x7FFFFFFF

@@ -1,0 +1,307 @@
+"""Compiled variants of a module's steps: looked up by shapes and static choices, compiled ahead of time when new."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxlightning.compile import batch as batches
+from jaxlightning.compile import core
+from jaxlightning.compile.core import EvalOptions, StepInfo, TrainOptions
+from jaxlightning.compile.packing import SlotTable
+from jaxlightning.compile.state import TrainState
+from jaxlightning.compile.trace import Scalars
+
+if TYPE_CHECKING:
+    from jaxlightning.compile.engine import Engine
+
+__all__ = ["CompiledStep", "Variants", "weak_integers"]
+
+_log = logging.getLogger("jaxlightning")
+
+
+class CompiledStep:
+    """One compiled variant of a step.
+
+    Attributes:
+        kind: `"train"`, `"validate"`, ...
+        info: What its trace found (logged keys, outputs, attributes read).
+        call: The compiled function on flat leaves.
+        seconds: How long tracing and compiling took.
+    """
+
+    def __init__(
+        self, kind: str, call: Callable[..., Any], info: StepInfo, treedef: Any, positions: Any, seconds: float, stages: Any
+    ) -> None:
+        self.kind = kind
+        self.call = call
+        self.info = info
+        self.treedef = treedef
+        self.positions = positions
+        self.seconds = seconds
+        self._traced, self._lowered, self._compiled = stages
+
+    def _have(self, stage: Any) -> Any:
+        if stage is None:
+            raise RuntimeError("`Trainer(jit=False)` runs the step eagerly: there is no jaxpr and no compiled text.")
+        return stage
+
+    @property
+    def plan(self) -> Any:
+        """The keys that this variant logs."""
+        return self.info.plan
+
+    @property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr of the step."""
+        return self._have(self._traced).jaxpr
+
+    def lower(self) -> Any:
+        """The `jax.stages.Lowered` of the step."""
+        return self._have(self._lowered)
+
+    def as_text(self) -> str:
+        """The optimised HLO of the step."""
+        return str(self._have(self._compiled).as_text())
+
+    @property
+    def memory(self) -> Any:
+        """XLA's memory analysis of the step, None where the backend has none."""
+        return self._have(self._compiled).memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        """XLA's cost analysis of the step (floating-point operations and the like)."""
+        return self._have(self._compiled).cost_analysis()
+
+
+def weak_integers(ints: Any) -> list[Any]:
+    """The integers of a vector as weakly typed scalars, so that arithmetic with them keeps the other operand's dtype."""
+    if isinstance(ints, np.ndarray):
+        return [int(i) for i in ints]
+    return [_weak(ints[i]) for i in range(ints.shape[0])]
+
+
+def _weak(value: Any) -> Any:
+    try:
+        from jax._src.lax.lax import _convert_element_type  # no public way to make a traced scalar weak
+    except ImportError:
+        return value
+    return _convert_element_type(value, weak_type=True)
+
+
+class Variants:
+    """All compiled steps of one engine.
+
+    Args:
+        strategy: Makes the jit call.
+        jit: Whether to compile at all.
+        log_compiles: Whether to report each compilation at INFO.
+        owner: Class name of the module, for messages.
+    """
+
+    def __init__(self, strategy: Any, *, jit: bool, log_compiles: bool, owner: str) -> None:
+        self.strategy = strategy
+        self.jit = jit
+        self.log_compiles = log_compiles
+        self.owner = owner
+        self.counts: dict[str, int] = {}
+        self.latest: dict[str, CompiledStep] = {}
+        self._cache: dict[Any, CompiledStep] = {}
+
+    def clear(self) -> None:
+        """Drops every variant: the structure of the state changed."""
+        self._cache.clear()
+
+    def drop_changed(self, module: Any) -> bool:
+        """Drops variants that read an attribute which has another value now; says which.
+
+        Returns:
+            Whether any was dropped.
+        """
+        dropped: dict[str, str] = {}
+        for key, variant in list(self._cache.items()):
+            changed = variant.info.reads.changed(module)
+            if changed:
+                dropped[variant.kind] = ", ".join(f"self.{name}" for name in changed)
+                del self._cache[key]
+        for kind, names in dropped.items():
+            _log.info("%s: %s changed, so the %s step is compiled again.", self.owner, names, kind)
+        return bool(dropped)
+
+    # --- the three kinds ----------------------------------------------------------------------------------------
+
+    def train(
+        self, engine: Engine, options: TrainOptions, table: SlotTable, batch: Any, arrays: Any, treedef: Any,
+        positions: Any, ints: Any,
+    ) -> CompiledStep:  # fmt: skip
+        """The variant for one training batch."""
+        key = ("train", options, engine.binding.mode_key(), treedef, positions, _shapes(arrays))
+
+        def build(info: StepInfo) -> Callable[..., Any]:
+            join = _joiner(batch, treedef, positions)
+            state_treedef = engine.state_treedef
+
+            def step(leaves: Any, arrays: Any, ints: Any, floats: Any) -> Any:
+                state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
+                seed, micro, *rest = weak_integers(ints)
+                state, values, outputs, finite = core.train_step(
+                    engine.binding, table, info, options, state, join(arrays), Scalars(*rest, micro), seed, floats
+                )
+                return _flat(state, state_treedef), values, outputs, finite
+
+            return step
+
+        def args() -> tuple[Any, ...]:
+            return engine.leaves, arrays, ints, engine.floats
+
+        return self._get(key, "train", build, args, engine, table, donate=(0,), batch=1, treedef=treedef, positions=positions)
+
+    def evaluate(
+        self, engine: Engine, options: EvalOptions, table: SlotTable, batch: Any, arrays: Any, treedef: Any,
+        positions: Any, ints: Any,
+    ) -> CompiledStep:  # fmt: skip
+        """The variant for one evaluation or prediction batch."""
+        key = ("eval", options, engine.binding.mode_key(), treedef, positions, _shapes(arrays))
+
+        def build(info: StepInfo) -> Callable[..., Any]:
+            join = _joiner(batch, treedef, positions)
+            state_treedef = engine.evaluation_treedef
+
+            def step(leaves: Any, acc: Any, arrays: Any, ints: Any) -> Any:
+                params, variables = jax.tree_util.tree_unflatten(state_treedef, leaves)
+                seed, micro, *rest = weak_integers(ints)
+                return core.eval_step(
+                    engine.binding, table, info, options, params, variables, acc, join(arrays), Scalars(*rest, micro), seed
+                )
+
+            return step
+
+        def args() -> tuple[Any, ...]:
+            return engine.evaluation_leaves(), engine.evaluation_accumulators(options.stage), arrays, ints
+
+        return self._get(
+            key, options.stage, build, args, engine, table, donate=(1,), batch=2, treedef=treedef, positions=positions
+        )
+
+    def update(self, engine: Engine) -> CompiledStep:
+        """The update half of a split step."""
+
+        def build(info: StepInfo) -> Callable[..., Any]:
+            state_treedef = engine.state_treedef
+
+            def step(leaves: Any, floats: Any) -> Any:
+                state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
+                grads = jax.tree.map(lambda g: g * floats[1].astype(g.dtype), state.grads)
+                state = core.update(engine.binding, state, grads, core.hyper_of(engine.binding, floats))
+                return _flat(state, state_treedef)
+
+            return step
+
+        def args() -> tuple[Any, ...]:
+            return engine.leaves, engine.floats
+
+        return self._get(
+            ("update",), "update", build, args, engine, None, donate=(0,), batch=None, treedef=None, positions=None
+        )
+
+    # --- compilation --------------------------------------------------------------------------------------------
+
+    def _get(
+        self, key: Any, kind: str, build: Callable[[StepInfo], Callable[..., Any]], args: Callable[[], tuple[Any, ...]],
+        engine: Engine, table: SlotTable | None, *, donate: tuple[int, ...], batch: int | None, treedef: Any, positions: Any,
+    ) -> CompiledStep:  # fmt: skip
+        found = self._cache.get(key)
+        if found is not None:
+            return found
+        start = time.perf_counter()
+        info = StepInfo()
+        function = build(info)
+        if not self.jit:
+            variant = CompiledStep(kind, functools.partial(_eager, function), info, treedef, positions, 0.0, (None,) * 3)
+            if table is not None:
+                variant.call = _growing(variant, engine, kind, table)
+            self._cache[key] = self.latest[kind] = variant
+            return variant
+        example = args()
+        traced = self.strategy.jit(function, example, donate=donate, batch=batch).trace(*example)
+        if table is not None and table.needed > table.capacity:
+            # More keys than the accumulators have room for: grow them and trace once more.
+            engine.grow_accumulators(kind)
+            info = StepInfo()
+            function = build(info)
+            example = args()
+            traced = self.strategy.jit(function, example, donate=donate, batch=batch).trace(*example)
+        lowered = traced.lower()
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - start
+        variant = CompiledStep(kind, compiled, info, treedef, positions, seconds, (traced, lowered, compiled))
+        self._cache[key] = self.latest[kind] = variant
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self._report(variant, key)
+        return variant
+
+    def _report(self, variant: CompiledStep, key: Any) -> None:
+        if not self.log_compiles:
+            return
+        cost = variant.cost_analysis() or {}
+        memory = variant.memory
+        temporary = getattr(memory, "temp_size_in_bytes", 0) if memory is not None else 0
+        _log.info(
+            "%s: compiled the %s step (number %d of its kind) in %.2f s; %.3g floating-point operations, %.3g bytes of "
+            "temporary memory; shapes %s.",
+            self.owner, variant.kind, self.counts[variant.kind], variant.seconds, cost.get("flops", float("nan")), temporary,
+            key[-1] if len(key) > 1 else "-",
+        )  # fmt: skip
+
+
+def _growing(variant: CompiledStep, engine: Engine, kind: str, table: SlotTable) -> Callable[..., Any]:
+    """An eager step learns its keys only by running; when they outgrow the accumulators it is run once more."""
+    plain = variant.call
+
+    def call(*args: Any) -> Any:
+        result = plain(*args)
+        if table.needed <= table.capacity:
+            return result
+        engine.grow_accumulators(kind)
+        if kind == "train":
+            return plain(engine.leaves, *args[1:])
+        return plain(args[0], engine.evaluation_accumulators(kind), *args[2:])
+
+    return call
+
+
+def _eager(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a step on concrete JAX arrays; integers stay numpy, so that host numbers are Python numbers in the step."""
+    converted = [
+        a if isinstance(a, np.ndarray) and a.dtype == np.int32 and a.ndim == 1 and a.shape[0] == 5 else jax.tree.map(jax.numpy.array, a)
+        for a in args
+    ]
+    return function(*converted)
+
+
+def _flat(state: TrainState, treedef: Any) -> tuple[Any, ...]:
+    leaves, got = jax.tree_util.tree_flatten(state)
+    if got != treedef:
+        raise RuntimeError(
+            f"The step changed the structure of the training state.\nBefore: {treedef}\nAfter: {got}\nA network or optimizer "
+            "must keep the names and nesting of its variables."
+        )
+    return tuple(leaves)
+
+
+def _shapes(arrays: Any) -> tuple[Any, ...]:
+    return tuple((tuple(a.shape), a.dtype) for a in arrays)
+
+
+def _joiner(batch: Any, treedef: Any, positions: Any) -> Callable[[Any], Any]:
+    if positions is None:
+        return functools.partial(jax.tree_util.tree_unflatten, treedef)
+    paths = batches.leaf_paths(batch)
+    kinds = [type(leaf).__name__ for leaf in jax.tree_util.tree_leaves(batch)]
+    return lambda arrays: batches.join(treedef, arrays, positions, paths, kinds)

@@ -1,0 +1,553 @@
+"""`JaxLightningModule`: the words a user overrides or calls.
+
+The hooks with their defaults are in `hooks`; this file holds what a module can be asked and told. How its steps become
+compiled functions is `compile`'s business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxlightning.compile.effects import INTERNAL, has_networks
+from jaxlightning.compile.log_plan import LogMeta
+from jaxlightning.compile.networks import stamp_origin
+from jaxlightning.compile.paths import flatten, merge
+from jaxlightning.compile.selection import ParameterSelection
+from jaxlightning.compile.trace import Scalars, Trace, current_trace
+from jaxlightning.hooks import ModuleHooks
+from jaxlightning.utilities.exceptions import MisconfigurationException
+from jaxlightning.utilities.hparams import HyperparametersMixin
+from jaxlightning.utilities.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    import jax
+    from typing_extensions import Self
+
+    from jaxlightning.compile.engine import Engine
+    from jaxlightning.trainer import Trainer
+
+__all__ = ["JaxLightningModule"]
+
+
+class JaxLightningModule(ModuleHooks, HyperparametersMixin):
+    """The class to subclass: Lightning's `LightningModule` with steps in `jax.numpy`.
+
+    Put Flax networks (linen or NNX) on `self` in `__init__`; call them in the steps as in Lightning. The trainer traces
+    each step once and compiles it to a pure function of parameters, state and batch.
+
+    Attributes:
+        training: Whether the module is in training mode.
+        automatic_optimization: Whether the framework computes gradients and applies the optimizer.
+        example_input_array: Input of `forward` from which variables are created and summaries get shapes; a tuple is
+            passed as positional arguments, a dict by name.
+
+    Example:
+        ```python
+        class Net(JaxLightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Dense(10)
+
+            def training_step(self, batch, batch_idx):
+                x, y = batch
+                loss = optax.softmax_cross_entropy_with_integer_labels(self.net(x), y).mean()
+                self.log("loss", loss)
+                return loss
+
+            def configure_optimizers(self):
+                return optax.adam(1e-3)
+        ```
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training: bool = True
+        self.automatic_optimization: bool = True
+        self.example_input_array: Any = None
+        self._trainer: Trainer | None = None
+        self._engine: Engine | None = None
+        self._current_fx_name: str | None = None
+        self._modes: dict[str, Any] | None = None
+        self._strict_loading: bool | None = None
+        self._host_rng_calls = 0
+
+    # --- attributes ---------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in INTERNAL:
+            object.__setattr__(self, name, value)
+            return
+        stamp_origin(value)
+        stash = self.__dict__.get("_nnx_attributes")
+        if stash is not None:
+            stash.pop(name, None)
+        object.__setattr__(self, name, value)
+        engine = self.__dict__.get("_engine")
+        if engine is not None and current_trace() is None:
+            engine.mark_dirty()
+            if has_networks(value):
+                engine.attach()
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names that are not set: NNX networks of an attached module live beside `__dict__`.
+        stash = self.__dict__.get("_nnx_attributes")
+        if stash is not None and name in stash:
+            engine = self.__dict__["_engine"]
+            return stash[name] if engine is None else engine.nnx_attribute(stash[name])
+        if "_current_fx_name" not in self.__dict__ and name in ("training", "automatic_optimization", "_trainer", "_engine"):
+            raise RuntimeError(
+                f"`{type(self).__name__}.__init__` does not call `super().__init__()`. Make that its first line."
+            )
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state["_trainer"] = None
+        return state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls `forward`; outside a step with the current variables and in the module's current mode."""
+        if current_trace() is None:
+            self._require_engine()
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `model(x)` and the default `predict_step` compute.
+
+        Raises:
+            NotImplementedError: Unless overridden.
+        """
+        raise NotImplementedError(f"`{type(self).__name__}` has no `forward` method, which `model(...)` calls.")
+
+    def _require_engine(self) -> Engine:
+        if self._engine is None:
+            from jaxlightning.compile.engine import Engine
+
+            Engine(self, seed=_seed()).attach()
+        engine = self._engine
+        if engine is None:
+            raise RuntimeError("The engine did not attach.")
+        return engine
+
+    def init(self, batch: Any) -> Self:
+        """Creates the variables of linen networks from an example batch.
+
+        `fit` does this by itself with its first batch; call it to use `model(x)` before. The values are the same.
+
+        Args:
+            batch: What `training_step` gets (or, if there is none, the next step that is overridden).
+
+        Returns:
+            The module.
+        """
+        engine = self._require_engine()
+        base = ModuleHooks
+        for stage, name in (("train", "training_step"), ("validate", "validation_step"), ("test", "test_step")):
+            if getattr(type(self), name, None) is not getattr(base, name):
+                engine.ensure_created(stage, batch, Scalars(0, 0, 0, 0))
+                return self
+        engine.ensure_created("predict", batch, Scalars(0, 0, 0, 0))
+        return self
+
+    # --- where the module is ------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer.
+
+        Raises:
+            RuntimeError: If the module is not attached to one.
+        """
+        if self._trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`.")
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+        for value in self.__dict__.values():
+            if isinstance(value, JaxLightningModule) and value is not self:
+                value.trainer = trainer  # type: ignore[assignment]
+
+    @property
+    def current_epoch(self) -> Any:
+        """Index of the epoch, from 0; inside a step a 0-d integer that follows it."""
+        trace = current_trace()
+        if trace is not None:
+            return trace.scalars.current_epoch
+        return 0 if self._trainer is None else self._trainer.current_epoch
+
+    @property
+    def global_step(self) -> Any:
+        """Optimizer steps so far; inside a step a 0-d integer that follows it."""
+        trace = current_trace()
+        if trace is not None:
+            return trace.scalars.global_step
+        return 0 if self._trainer is None else self._trainer.global_step
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process among all."""
+        return 0 if self._trainer is None else self._trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process on its host."""
+        return 0 if self._trainer is None else self._trainer.local_rank
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the variables are on a GPU."""
+        return self._engine is not None and self._engine.strategy.root_device.platform == "gpu"
+
+    @property
+    def device(self) -> Any:
+        """The (first) JAX device of the run, None before one started."""
+        return None if self._engine is None else self._engine.strategy.root_device
+
+    @property
+    def logger(self) -> Any:
+        """The trainer's first logger, or None."""
+        return None if self._trainer is None else self._trainer.logger
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The trainer's loggers."""
+        return [] if self._trainer is None else self._trainer.loggers
+
+    @property
+    def fabric(self) -> None:
+        """Always None: there is no Fabric here."""
+        return None
+
+    # --- modes --------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """Puts the module and its networks in training mode (or evaluation mode with `mode=False`)."""
+        self.training = mode
+        if self._engine is not None:
+            self._engine.binding.set_mode(mode)
+            self._engine.modes_changed()
+        return self
+
+    def eval(self) -> Self:
+        """Puts the module and its networks in evaluation mode."""
+        return self.train(False)
+
+    def freeze(self) -> None:
+        """Not built yet.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("`freeze()` is not built yet. Give the optimizer only what is to be trained.")
+
+    def unfreeze(self) -> None:
+        """Not built yet.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("`unfreeze()` is not built yet. Give the optimizer only what is to be trained.")
+
+    # --- logging ------------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[[Any], Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Logs a scalar under a key; inside a compiled step it costs no host read.
+
+        Args:
+            name: The key.
+            value: A number or an array with a single element.
+            prog_bar: Whether the progress bar shows it.
+            logger: Whether loggers get it (None: yes).
+            on_step: Whether each step's value is logged; None takes the hook's default.
+            on_epoch: Whether the values are reduced over the epoch; None takes the hook's default.
+            reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"` or the function of that name.
+            enable_graph: Accepted; a logged value never takes part in a gradient.
+            sync_dist: Accepted; values of one process with several devices are global already.
+            sync_dist_group: Must be None.
+            add_dataloader_idx: Whether keys of several loaders get the suffix `/dataloader_idx_N`.
+            batch_size: Weight of a mean; inferred from the batch by default.
+            metric_attribute: Name of the attribute that holds a metric object.
+            rank_zero_only: Whether only the first process logs it.
+
+        Raises:
+            MisconfigurationException: For a hook or options that Lightning refuses.
+            ValueError: For a value that is not a scalar.
+        """
+        trace = current_trace()
+        if trace is not None and trace.silent:
+            return
+        if self._trainer is None:
+            if trace is not None:
+                self._log_without_trainer(trace, name, value, on_step, on_epoch, reduce_fx, batch_size)
+                return
+            rank_zero_warn(
+                "You are trying to `self.log()` but the `self.trainer` reference is not registered on the model yet. "
+                "This happens when `self.log` is called before the model is given to a trainer."
+            )
+            return
+        self._trainer._logger_connector.log(
+            self, name, value, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx,
+            enable_graph=enable_graph, sync_dist=sync_dist, sync_dist_group=sync_dist_group,
+            add_dataloader_idx=add_dataloader_idx, batch_size=batch_size, metric_attribute=metric_attribute,
+            rank_zero_only=rank_zero_only,
+        )  # fmt: skip
+
+    def _log_without_trainer(
+        self, trace: Trace, name: str, value: Any, on_step: Any, on_epoch: Any, reduce_fx: Any, batch_size: Any
+    ) -> None:
+        """Logging in the pure functions of `functionalize`: step values only matter there."""
+        fx = self._current_fx_name or "training_step"
+        meta = LogMeta(
+            fx=fx, name=name, on_step=True, on_epoch=bool(on_epoch),
+            reduce_fx=reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean"),
+        )  # fmt: skip
+        trace.add_log(meta, value, batch_size)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Logs every entry of a dictionary with the same options as `log`."""
+        for key, value in dictionary.items():
+            if isinstance(value, Mapping):
+                raise ValueError(
+                    f"`self.log_dict({{{key!r}: ...}})` was called with a nested dictionary; values must be scalars."
+                )
+            self.log(key, value, **options)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on the first process, through the progress bar; inside a compiled step at every step."""
+        trace = current_trace()
+        if trace is not None:
+            if not trace.silent:
+                import jax
+
+                jax.debug.print(" ".join("{}" for _ in args), *args)
+            return
+        if self._trainer is None:
+            print(*args, **kwargs)
+            return
+        if self._trainer.is_global_zero:
+            bar = self._trainer.progress_bar_callback
+            if bar is not None and bar.is_enabled:
+                bar.print(*args, **kwargs)
+            else:
+                print(*args, **kwargs)
+
+    # --- optimizers -----------------------------------------------------------------------------------------------
+
+    def parameters(self) -> ParameterSelection:
+        """A lazy selection of all parameters, for an optimizer in `configure_optimizers`."""
+        return ParameterSelection(("*",), lambda: None if self._engine is None else self._engine.flat_params())
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer of the run, or the list of them.
+
+        Args:
+            use_pl_optimizer: False gives the wrapped objects.
+        """
+        handles = [h if use_pl_optimizer else h.optimizer for h in self.trainer.optimizers]
+        return handles[0] if len(handles) == 1 else handles
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler of the run, the list of them, or None."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        if not schedulers:
+            return None
+        return schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        """Computes gradients in manual optimization, which is not built yet.
+
+        Raises:
+            MisconfigurationException: In automatic optimization.
+            NotImplementedError: In manual optimization.
+        """
+        if self.automatic_optimization:
+            raise MisconfigurationException(
+                "to use manual_backward, please disable automatic optimization: set model property "
+                "`automatic_optimization` as False"
+            )
+        raise NotImplementedError("Manual optimization is not built yet.")
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clips the gradients between backward and update; called in `configure_gradient_clipping`.
+
+        Args:
+            optimizer: The optimizer of the hook.
+            gradient_clip_val: The largest norm or absolute value; None takes the trainer's.
+            gradient_clip_algorithm: `"norm"` or `"value"`; None takes the trainer's.
+
+        Raises:
+            MisconfigurationException: If the values contradict those of the trainer.
+        """
+        trainer = self.trainer
+        val, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        if gradient_clip_val is None:
+            gradient_clip_val = val or 0.0
+        elif val is not None and val != gradient_clip_val:
+            raise MisconfigurationException(
+                f"You have set `Trainer(gradient_clip_val={val!r})` and have passed "
+                f"`clip_gradients(gradient_clip_val={gradient_clip_val!r})`. Please use only one of them."
+            )
+        if gradient_clip_algorithm is None:
+            gradient_clip_algorithm = algorithm or "norm"
+        else:
+            gradient_clip_algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)).lower()
+            if algorithm is not None and algorithm != gradient_clip_algorithm:
+                raise MisconfigurationException(
+                    f"You have set `Trainer(gradient_clip_algorithm={algorithm!r})` and have passed "
+                    f"`clip_gradients(gradient_clip_algorithm={gradient_clip_algorithm!r})`. Please use only one of them."
+                )
+        if not isinstance(gradient_clip_val, int | float):
+            raise TypeError(f"`gradient_clip_val` should be an int or a float. Got {gradient_clip_val!r}.")
+        if gradient_clip_algorithm not in ("norm", "value"):
+            raise MisconfigurationException(
+                f"`gradient_clip_algorithm` {gradient_clip_algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
+            )
+        if gradient_clip_val and gradient_clip_val > 0:
+            self._require_engine().clip_gradients(float(gradient_clip_val), gradient_clip_algorithm)
+
+    # --- random numbers and values ----------------------------------------------------------------------------------
+
+    def next_rng(self) -> jax.Array:
+        """A typed JAX key, another one at every call and, inside a step, in every step.
+
+        Inside a step it is a function of the seed, the batch's number and the call, so a resumed run draws the same.
+        """
+        trace = current_trace()
+        if trace is not None:
+            return trace.next_key()
+        import jax
+
+        self._host_rng_calls += 1
+        seed = self._engine.seed if self._engine is not None else _seed()
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0x686F7374), self._host_rng_calls)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All parameters and other variables as copies, flat by dotted path (`"net.Dense_0.kernel"`)."""
+        if self._engine is None:
+            return {}
+        flat = flatten(self._engine.params, separator=".")
+        for network, collections in self._engine.variables.items():
+            for collection, tree in collections.items():
+                prefix = network if collection == "nnx" else f"{network}.{collection}"
+                flat.update({f"{prefix}.{path}": leaf for path, leaf in flatten(tree, separator=".").items()})
+        return flat
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Sets parameters and variables from what `state_dict` gave.
+
+        Args:
+            state_dict: Arrays by dotted path.
+            strict: Whether missing and unexpected paths are errors.
+
+        Raises:
+            RuntimeError: If the variables do not exist yet, or paths or shapes do not fit.
+        """
+        engine = self._require_engine()
+        current = self.state_dict()
+        if not current:
+            raise RuntimeError(
+                f"`{type(self).__name__}` has no variables yet, so paths cannot be matched. Call `init(batch)` first."
+            )
+        missing = [path for path in current if path not in state_dict]
+        unexpected = [path for path in state_dict if path not in current]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"The state dict does not fit {type(self).__name__}: missing {missing[:20]}, unexpected {unexpected[:20]}. "
+                "Pass `strict=False` to set what fits."
+            )
+        params, variables = flatten(engine.params, separator="."), {}
+        new_params = {path: state_dict[path] for path in params if path in state_dict}
+        for network, collections in engine.variables.items():
+            for collection, tree in collections.items():
+                prefix = network if collection == "nnx" else f"{network}.{collection}"
+                for path in flatten(tree, separator="."):
+                    if f"{prefix}.{path}" in state_dict:
+                        variables[f"{network}.{collection}.{path}"] = state_dict[f"{prefix}.{path}"]
+        # Network names may hold dots (`blocks.0`), so leaves are put in place by walking the present trees.
+        engine.params = merge(engine.params, _place(engine.params, new_params))
+        engine.variables = merge(engine.variables, _place(engine.variables, variables))
+
+    @property
+    def strict_loading(self) -> bool:
+        """Whether checkpoints must fit exactly."""
+        return True if self._strict_loading is None else self._strict_loading
+
+    @strict_loading.setter
+    def strict_loading(self, strict: bool) -> None:
+        self._strict_loading = strict
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | os.PathLike[str],
+        map_location: Any = None,
+        hparams_file: str | os.PathLike[str] | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Rebuilds a module from its saved hyper-parameters and weights; needs no example input.
+
+        Args:
+            checkpoint_path: A checkpoint directory.
+            map_location: Must be None: arrays go to the default device.
+            hparams_file: A YAML or CSV file with hyper-parameters, in place of the saved ones.
+            strict: Whether paths must fit exactly.
+            **kwargs: Arguments of `__init__` that override the saved ones.
+
+        Returns:
+            The module, with its variables.
+
+        Raises:
+            FileNotFoundError: If there is no such checkpoint.
+            RuntimeError: If the weights do not fit.
+        """
+        from jaxlightning.checkpoint import load_module_from_checkpoint
+
+        if map_location is not None:
+            raise NotImplementedError("`map_location` has no meaning here: arrays are restored on the default device.")
+        return load_module_from_checkpoint(cls, checkpoint_path, hparams_file=hparams_file, strict=strict, **kwargs)  # type: ignore[no-any-return]
+
+
+Stage = Literal["fit", "validate", "test", "predict"]
+
+
+def _seed() -> int:
+    try:
+        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    except ValueError:
+        return 0
+
+
+def _place(tree: Mapping[str, Any], flat: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, Mapping):
+            out[key] = _place(value, flat, path)
+        elif path in flat:
+            out[key] = flat[path]
+    return out
+
+
