@@ -63,10 +63,11 @@ class Binding:
 
     def _wrap(self, network: Any, path: str) -> Any:
         if isinstance(network, LinenNetwork):
-            if network._engine is self.engine and network._path in self.linen:
-                return network
-            network._path, network._engine = path, self.engine
-            self.linen[path] = network
+            if self.linen.get(network._path) is not network:
+                network._path, network._engine = path, self.engine
+                self.linen[path] = network
+                if network._copy_of is not None:
+                    self.engine.copy_variables(network._copy_of, path)
             return network
         if not is_linen(network):
             return network
@@ -89,6 +90,7 @@ class Binding:
         module = copy.deepcopy(network._module, memo)
         duplicate = LinenNetwork(module, network._path, network._engine, network._init_path)
         duplicate.training = network.training
+        duplicate._copy_of = network._path
         return duplicate
 
     @property

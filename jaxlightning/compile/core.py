@@ -345,6 +345,11 @@ def update(
     **extra: Any,
 ) -> TrainState:
     """Applies the optimizers to gradients of the parameters that they own."""
+    if len(state.opt_state) != len(binding.optimizers):
+        raise RuntimeError(
+            f"`{type(binding.module).__name__}.training_step` calls no network with parameters, so there is nothing to "
+            "train. Put the networks on `self` in `__init__` and call them in the step."
+        )
     params, states = state.params, []
     for handle, opt_state, values in zip(binding.optimizers, state.opt_state, hyper, strict=True):
         own = binding.owned_by(handle)

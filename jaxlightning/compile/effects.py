@@ -71,9 +71,21 @@ class ReadRecorder:
 
     def changed(self, module: Any) -> list[str]:
         """Names whose present value differs from the one that was read."""
-        missing = object()
-        current = module.__dict__
-        return [name for name, old in self.reads.items() if not same_value(old, current.get(name, missing))]
+        return [name for name, old in self.reads.items() if not same_value(old, _plain_attribute(module, name))]
+
+
+_MISSING = object()
+
+
+def _plain_attribute(module: Any, name: str) -> Any:
+    """What the instance, else its classes, hold under a name, without calling descriptors; `_MISSING` for neither."""
+    instance = object.__getattribute__(module, "__dict__")
+    if name in instance:
+        return instance[name]
+    for cls in type(module).__mro__:
+        if name in cls.__dict__:
+            return cls.__dict__[name]
+    return _MISSING
 
 
 _tracing_classes: dict[type, type] = {}
@@ -89,13 +101,14 @@ def tracing_class(cls: type) -> type:
         return found
 
     def getattribute(self: Any, name: str) -> Any:
-        value = object.__getattribute__(self, name)
         if name[:2] != "__" and name not in INTERNAL:
-            instance = object.__getattribute__(self, "__dict__")
-            recorder = instance.get("_read_recorder")
-            if recorder is not None and name in instance and not is_network(value):
-                recorder.record(name, value)
-        return value
+            recorder = object.__getattribute__(self, "__dict__").get("_read_recorder")
+            if recorder is not None:
+                plain = _plain_attribute(self, name)
+                # Methods and properties are code; what they read is recorded by itself.
+                if not hasattr(type(plain), "__get__") and not is_network(plain):
+                    recorder.record(name, plain)
+        return object.__getattribute__(self, name)
 
     made = type(cls.__name__, (cls,), {"__getattribute__": getattribute, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})
     _tracing_classes[cls] = made

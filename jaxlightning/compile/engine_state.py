@@ -213,6 +213,15 @@ class EngineState:
         """Takes over freshly created variables."""
         self._set_tree(self.tree.replace(params=self.strategy.put(params), variables=self.strategy.put(variables)))
 
+    def copy_variables(self, source: str, target: str) -> None:
+        """Gives the network `target` copies of the variables of `source`, when that has any."""
+        state = self.tree
+        if source in state.params:
+            self.take_created(
+                {**state.params, target: _copy(state.params[source])},
+                {**state.variables, target: _copy(state.variables.get(source, {}))},
+            )
+
     def reset_optimizer_states(self) -> None:
         """Optimizer states are made afresh when the next training step needs them."""
         self._optimizer_paths = None
@@ -222,8 +231,8 @@ class EngineState:
     def ensure_optimizer_states(self) -> None:
         """Makes optimizer states; when parameters came since, the states grow and keep what they had."""
         paths = set(flatten(self.tree.params))
-        if self._optimizer_paths == paths or not self.binding.optimizers:
-            return
+        if self._optimizer_paths == paths or not self.binding.optimizers or not paths:
+            return  # without parameters an optimizer would refuse; a step may still be skipped or raise a better error
         state, states = self.tree, []
         for index, handle in enumerate(self.binding.optimizers):
             own = self.binding.owned_by(handle)

@@ -128,6 +128,7 @@ class LinenNetwork:
         self._path = path
         self._engine = engine
         self._init_path = init_path
+        self._copy_of: str | None = None
         self.training = True
 
     def __call__(
@@ -162,7 +163,7 @@ class LinenNetwork:
             key = trace.network_key(self._path)
             rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         if trace.creating:
-            return self._create(trace, variables, args, kwargs, method, rngs, mutable)
+            return self._create(trace, args, kwargs, method, rngs, mutable)
         if "params" not in variables and not variables and self._path not in trace.params:
             raise RuntimeError(
                 f"Network `self.{self._path}` has no variables yet. Call `module.init(batch)` with an example batch, "
@@ -184,21 +185,18 @@ class LinenNetwork:
         self._write(trace, updates)
         return (output, updates) if mutable is not None else output
 
-    def _create(
-        self, trace: Trace, variables: Any, args: Any, kwargs: Any, method: Any, rngs: Any, mutable: Any
-    ) -> Any:
+    def _create(self, trace: Trace, args: Any, kwargs: Any, method: Any, rngs: Any, mutable: Any) -> Any:
         """Runs the network while creating what it lacks: parameters of methods called for the first time."""
         key = jax.random.fold_in(jax.random.key(trace.init_seed), path_hash(self._init_path))
         rngs = {**rngs, "params": key}
         with nn.intercept_methods(_refuse_channels_first(self._path, args)):
-            output, updates = self._module.apply(
-                variables, *args, rngs=rngs, method=method, mutable=nn.DenyList("intermediates"), **kwargs
-            )
-        updates = plain(updates)
+            # `init`, not `apply`: only then do layers know that they are being created and leave their statistics alone.
+            output, made = self._module.init_with_output(rngs, *args, method=method, **kwargs)
+        updates = plain(made)
         params = updates.pop("params", None)
         if params is not None or updates or self._path not in trace.params:
             trace.params[self._path] = merge(params or {}, trace.params.get(self._path, {}))
-            # Collections keep the values that they have: a creation run must not advance batch statistics.
+            # What exists stays as it is; a method called for the first time only adds.
             trace.variables[self._path] = merge(updates, trace.variables.get(self._path, {}))
             trace.created.add(self._path)
         return (output, updates) if mutable is not None else output

@@ -41,14 +41,8 @@ class SlotTable:
         return -(-len(self.slots) // BLOCK) * BLOCK
 
     def identity(self, dtype: Any) -> np.ndarray[Any, Any]:
-        """Fresh accumulators, shape [2, capacity]: row 0 the neutral values, row 1 zero weights."""
-        fresh = np.zeros((2, self.capacity), dtype)
-        for slot, meta in self.slots.values():
-            if meta.reduce_fx == "min":
-                fresh[0, slot] = np.inf
-            elif meta.reduce_fx == "max":
-                fresh[0, slot] = -np.inf
-        return fresh
+        """Fresh accumulators, shape [2, capacity]: row 0 values, row 1 weights; a weight of zero says "nothing yet"."""
+        return np.zeros((2, self.capacity), dtype)
 
 
 def plan_of(table: SlotTable, logs: Sequence[LogEntry]) -> LogPlan:
@@ -127,7 +121,7 @@ def _accumulate(acc: jax.Array, members: dict[int, tuple[LogMeta, Any, Any]], ca
     if "sum" in masks:
         new = jnp.where(masks["sum"], old + value, new)
     if "min" in masks:
-        new = jnp.where(masks["min"], jnp.minimum(old, value), new)
+        new = jnp.where(masks["min"], jnp.where(weights == 0, value, jnp.minimum(old, value)), new)
     if "max" in masks:
-        new = jnp.where(masks["max"], jnp.maximum(old, value), new)
+        new = jnp.where(masks["max"], jnp.where(weights == 0, value, jnp.maximum(old, value)), new)
     return jnp.stack([new, weights + weight])

@@ -141,7 +141,7 @@ class Variants:
         positions: Any, ints: Any,
     ) -> CompiledStep:  # fmt: skip
         """The variant for one training batch."""
-        key = ("train", options, engine.binding.mode_key(), treedef, positions, _shapes(arrays))
+        key = ("train", options, engine.binding.mode_key(), treedef, positions, _shapes(engine.leaves), _shapes(arrays))
 
         def build(info: StepInfo) -> Callable[..., Any]:
             join = _joiner(batch, treedef, positions)
@@ -167,7 +167,8 @@ class Variants:
         positions: Any, ints: Any,
     ) -> CompiledStep:  # fmt: skip
         """The variant for one evaluation or prediction batch."""
-        key = ("eval", options, engine.binding.mode_key(), treedef, positions, _shapes(arrays))
+        leaves = engine.evaluation_leaves()
+        key = ("eval", options, engine.binding.mode_key(), treedef, positions, _shapes(leaves), _shapes(arrays))
 
         def build(info: StepInfo) -> Callable[..., Any]:
             join = _joiner(batch, treedef, positions)

@@ -1,0 +1,1 @@
+"""Modules and data that several test files share."""
