@@ -85,6 +85,7 @@ class StepInfo:
         skipped: The training step returned None.
         outputs: How to rebuild the user's return value from the arrays that the compiled call returns.
         finite_names: What the entries of the finite flags are.
+        stage_read: The step asked the trainer for its stage.
         reads: Attributes of the module that became constants.
     """
 
@@ -92,6 +93,7 @@ class StepInfo:
     skipped: bool = False
     outputs: OutputTree | None = None
     finite_names: tuple[str, ...] = ()
+    stage_read: bool = False
     reads: ReadRecorder = field(default_factory=ReadRecorder)
 
 
@@ -143,7 +145,9 @@ def arguments(function: Callable[..., Any], batch: Any, scalars: Scalars) -> tup
     return args, kwargs
 
 
-def run_user_step(binding: Binding, trace: Trace, batch: Any, info: StepInfo | None, *, strict: bool) -> Any:
+def run_user_step(
+    binding: Binding, trace: Trace, batch: Any, info: StepInfo | None, *, strict: bool, forward: bool = False
+) -> Any:
     """Runs the user's step in a trace.
 
     Args:
@@ -152,6 +156,7 @@ def run_user_step(binding: Binding, trace: Trace, batch: Any, info: StepInfo | N
         batch: What the step sees.
         info: Where reads of attributes are recorded, or None.
         strict: Whether writes to the module and draws from host generators are refused (a compiled step).
+        forward: Whether to call `forward` with the batch (a tuple as arguments, a dict by name) and not a step.
 
     Returns:
         The step's return value.
@@ -160,7 +165,7 @@ def run_user_step(binding: Binding, trace: Trace, batch: Any, info: StepInfo | N
         RuntimeError: If a strict step wrote to `self` or drew host random numbers.
     """
     module = binding.module
-    fx = _FX[trace.kind]
+    fx = "forward" if forward else _FX[trace.kind]
     effects = SideEffects(module, fx) if strict or trace.silent else None
     generators = _generator_states() if strict else None
     cls = type(module)
@@ -173,7 +178,11 @@ def run_user_step(binding: Binding, trace: Trace, batch: Any, info: StepInfo | N
         module.__dict__["_current_fx_name"] = fx
         try:
             function = getattr(module, fx)
-            args, kwargs = arguments(function, batch, trace.scalars)
+            if forward:
+                args = [] if isinstance(batch, dict) else list(batch) if isinstance(batch, tuple) else [batch]
+                kwargs = batch if isinstance(batch, dict) else {}
+            else:
+                args, kwargs = arguments(function, batch, trace.scalars)
             result = function(*args, **kwargs)
         except Exception as error:
             explain(error, f"{cls.__name__}.{fx}")
@@ -470,6 +479,7 @@ def eval_step(
         params=dict(params), variables=dict(variables),
     )  # fmt: skip
     result = run_user_step(binding, trace, batch, info, strict=binding.jit)
+    info.stage_read = trace.stage_read
     info.plan = packing.plan_of(table, trace.logs)
     fits = table.needed <= table.capacity
     values, acc = packing.pack(table, trace.logs, acc) if fits else (jnp.zeros(()), acc)

@@ -18,8 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["create_variables"]
 
 
-def create_variables(engine: Engine, stage: str, batch: Any, scalars: Scalars) -> tuple[Any, Any]:
+def create_variables(
+    engine: Engine, stage: str, batch: Any, scalars: Scalars, *, forward: bool = False
+) -> tuple[Any, Any]:
     """Runs the step of `stage` once to make what it lacks; everything else that it does is dropped.
+
+    Args:
+        engine: The engine.
+        stage: Which step.
+        batch: Its batch; with `forward` the input of the module's `forward`.
+        scalars: Host numbers of the step.
+        forward: Whether to call `forward` and not a step.
 
     Only the new variables leave the compiled function, so XLA removes the forward pass where initialisers do not need it.
 
@@ -44,7 +53,7 @@ def create_variables(engine: Engine, stage: str, batch: Any, scalars: Scalars) -
             params=dict(params), variables=dict(variables), creating=True, silent=True,
             init_seed=jax.numpy.asarray(seed).astype(jax.numpy.uint32),
         )  # fmt: skip
-        run_user_step(binding, trace, batches.join(treedef, arrays, positions, paths, kinds), None, strict=False)
+        run_user_step(binding, trace, batches.join(treedef, arrays, positions, paths, kinds), None, strict=False, forward=forward)
         created.update(trace.created)
         return {n: trace.params[n] for n in trace.created}, {n: trace.variables.get(n, {}) for n in trace.created}
 

@@ -33,6 +33,11 @@ _log = logging.getLogger("jaxlightning")
 _EMPTY = LogPlan()
 
 
+def _table_name(stage: str) -> str:
+    """The sanity check runs the validation step, so both share the places of its keys."""
+    return "validate" if stage == "sanity_check" else stage
+
+
 class StepOutput:
     """What one step gave back; arrays are still being computed.
 
@@ -123,7 +128,7 @@ class Engine(EngineState):
         self.reset_optimizer_states()
         for handle in self.binding.optimizers:
             handle.bind(get_state=lambda handle=handle: self.opt_state_of(handle))
-        self._forget()
+        self._forget(keep_evaluation=True)
 
     def modes_changed(self) -> None:
         """Called when a network or the module changes between training and evaluation mode."""
@@ -145,8 +150,8 @@ class Engine(EngineState):
             self._hot.clear()
             self._hot_eval.clear()
 
-    def _forget(self) -> None:
-        self.variants.clear()
+    def _forget(self, keep_evaluation: bool = False) -> None:
+        self.variants.clear(keep_evaluation)
         self._hot.clear()
         self._hot_eval.clear()
 
@@ -212,7 +217,7 @@ class Engine(EngineState):
         """The first half of a split step: adds g/N to `grads`; arguments as in `train_step`."""
         if not self.keep_gradients:
             self.keep_gradients = True
-            self._forget()
+            self._forget(keep_evaluation=True)
         out = self._train(
             (True, window_start, False, None, want_outputs), batch, batch_idx, current_epoch, global_step, micro_step,
             1.0 / accumulate, 1.0, 0.0,
@@ -354,9 +359,10 @@ class Engine(EngineState):
     # --- logs ---------------------------------------------------------------------------------------------------
 
     def _table(self, stage: str) -> SlotTable:
-        table = self.tables.get(stage)
+        name = _table_name(stage)
+        table = self.tables.get(name)
         if table is None:
-            table = self.tables[stage] = SlotTable()
+            table = self.tables[name] = SlotTable()
             table.capacity = BLOCK
             self.reset_accumulators(stage)
         elif stage != "train" and self._eval_acc.get(stage) is None:
@@ -365,7 +371,7 @@ class Engine(EngineState):
 
     def slots(self, stage: str) -> dict[LogKey, tuple[int, LogMeta]]:
         """The keys that steps of a stage have logged so far, with their slots."""
-        table = self.tables.get(stage)
+        table = self.tables.get(_table_name(stage))
         return {} if table is None else table.slots
 
     def read_accumulators(self, stage: str) -> np.ndarray[Any, Any]:
@@ -377,30 +383,32 @@ class Engine(EngineState):
 
     def reset_accumulators(self, stage: str) -> None:
         """Starts an epoch: every accumulator of the stage is neutral again."""
-        table = self.tables.get(stage)
+        table = self.tables.get(_table_name(stage))
         if table is None:
             return
         dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
-        fresh = self.strategy.put(table.identity(dtype))
-        if stage == "train":
-            self.acc = fresh
-        else:
-            self._eval_acc[stage] = fresh
+        self._set_accumulators(stage, self.strategy.put(table.identity(dtype)))
 
-    def grow_accumulators(self, stage: str) -> None:
-        """Makes room for new keys of a stage; what is accumulated stays."""
-        table = self.tables[stage]
-        old = self.read_accumulators(stage)
+    def _set_accumulators(self, stage: str, value: Any) -> None:
+        if stage == "train":
+            self.acc = value
+        else:
+            self._eval_acc[stage] = value
+
+    def grow_accumulators(self, table: SlotTable) -> None:
+        """Makes room for new keys; what is accumulated stays."""
         table.capacity = table.needed
         dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
-        fresh = table.identity(dtype)
-        known = old.shape[1]
-        fresh[:, :known] = old
-        put = self.strategy.put(fresh)
-        if stage == "train":
-            self.acc = put
-        else:
-            self._eval_acc[stage] = put
+        for stage in ("train", *self._eval_acc):
+            if self.tables.get(_table_name(stage)) is table:
+                old = self.read_accumulators(stage)
+                fresh = table.identity(dtype)
+                fresh[:, : old.shape[1]] = old
+                self._set_accumulators(stage, self.strategy.put(fresh))
+
+    def evaluation_stages(self) -> list[tuple[str, Any]]:
+        """Evaluation stages with their live accumulators."""
+        return list(self._eval_acc.items())
 
     # --- creation and calls outside a step -------------------------------------------------------------------------
 
@@ -408,7 +416,17 @@ class Engine(EngineState):
         """Creates the variables of linen networks that the step of `stage` calls and that have none."""
         if not self.binding.missing(self.params_live):
             return
-        params, variables = create_variables(self, stage, batch, scalars)
+        self._take(create_variables(self, stage, batch, scalars))
+
+    def create_from_example(self) -> None:
+        """Creates variables from the module's `example_input_array` by calling `forward` with it."""
+        example = self.module.example_input_array
+        if example is None or not self.binding.missing(self.params_live):
+            return
+        self._take(create_variables(self, "predict", example, Scalars(0, 0, 0, 0), forward=True))
+
+    def _take(self, created: tuple[Any, Any]) -> None:
+        params, variables = created
         if params is not None:
             self.take_created(params, variables)
             self._forget()

@@ -58,12 +58,15 @@ class EngineState:
         leaves, treedef = jax.tree_util.tree_flatten(state)
         self._leaves = tuple(leaves)
         if self.state_treedef is None or treedef != self.state_treedef:
+            first = self.state_treedef is None
             self.state_treedef = treedef
-            self._n_eval = len(jax.tree_util.tree_leaves((state.params, state.variables)))
-            self.evaluation_treedef = jax.tree_util.tree_structure((state.params, state.variables))
-            self._forget()
+            evaluation = jax.tree_util.tree_structure((state.params, state.variables))
+            same = not first and evaluation == self.evaluation_treedef
+            self.evaluation_treedef = evaluation
+            self._n_eval = evaluation.num_leaves
+            self._forget(keep_evaluation=same)
 
-    def _forget(self) -> None:
+    def _forget(self, keep_evaluation: bool = False) -> None:
         """Drops compiled steps; the engine does."""
 
     @property

@@ -20,7 +20,7 @@ from jaxlightning.compile.log_plan import LogMeta
 if TYPE_CHECKING:
     from jaxlightning.compile.networks import NnxGroup
 
-__all__ = ["LogEntry", "Scalars", "Trace", "activate", "current_trace"]
+__all__ = ["LogEntry", "Scalars", "Trace", "activate", "current_trace", "note_stage_read"]
 
 _NEXT_RNG_SALT = 0x6E657874
 _active = threading.local()
@@ -78,6 +78,7 @@ class Trace:
         init_seed: Traced seed from which keys of new variables derive.
         logs: Calls of `self.log`, in order.
         silent: Whether effects are dropped (a second run for gradients, or a run for creation).
+        stage_read: Whether the step asked the trainer for its stage.
         level: The JAX trace in which the step runs; a write under another one sits inside a user's own transform.
     """
 
@@ -93,6 +94,7 @@ class Trace:
     logs: list[LogEntry] = field(default_factory=list)
     silent: bool = False
     level: Any = None
+    stage_read: bool = False
     network_calls: dict[str, int] = field(default_factory=dict)
     rng_calls: int = 0
 
@@ -124,6 +126,13 @@ class Trace:
                 f"{what} was called inside a JAX transform of your own (jax.grad, vmap, scan, cond, checkpoint, jit ...) "
                 f"in the {self.kind} step. Its value exists only inside that transform: {way_out}."
             )
+
+
+def note_stage_read() -> None:
+    """Called by the trainer when its stage is read: a step that reads it is compiled for each stage by itself."""
+    trace = current_trace()
+    if trace is not None:
+        trace.stage_read = True
 
 
 def trace_level() -> Any:

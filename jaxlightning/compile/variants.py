@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -113,10 +114,11 @@ class Variants:
         self.counts: dict[str, int] = {}
         self.latest: dict[str, CompiledStep] = {}
         self._cache: dict[Any, CompiledStep] = {}
+        self._stage_sensitive = False
 
-    def clear(self) -> None:
-        """Drops every variant: the structure of the state changed."""
-        self._cache.clear()
+    def clear(self, keep_evaluation: bool = False) -> None:
+        """Drops variants because the structure of the state changed; evaluation needs a part of it only."""
+        self._cache = {key: v for key, v in self._cache.items() if keep_evaluation and key[0] == "eval"}
 
     def drop_changed(self, module: Any) -> bool:
         """Drops variants that read an attribute which has another value now; says which.
@@ -167,8 +169,12 @@ class Variants:
         positions: Any, ints: Any,
     ) -> CompiledStep:  # fmt: skip
         """The variant for one evaluation or prediction batch."""
+        asked = options
+        if options.stage == "sanity_check" and not self._stage_sensitive:
+            options = dataclasses.replace(options, stage="validate")  # the same step: compiled once for both
         leaves = engine.evaluation_leaves()
-        key = ("eval", options, engine.binding.mode_key(), treedef, positions, _shapes(leaves), _shapes(arrays))
+        shape = (engine.binding.mode_key(), treedef, positions, _shapes(leaves), _shapes(arrays))
+        key = ("eval", options, *shape)
 
         def build(info: StepInfo) -> Callable[..., Any]:
             join = _joiner(batch, treedef, positions)
@@ -184,11 +190,16 @@ class Variants:
             return step
 
         def args() -> tuple[Any, ...]:
-            return engine.evaluation_leaves(), engine.evaluation_accumulators(options.stage), arrays, ints
+            return engine.evaluation_leaves(), engine.evaluation_accumulators(asked.stage), arrays, ints
 
-        return self._get(
+        variant = self._get(
             key, options.stage, build, args, engine, table, donate=(1,), batch=2, treedef=treedef, positions=positions
         )
+        if variant.info.stage_read and not self._stage_sensitive and options.stage == "validate":
+            # It asked for the stage, so what it found holds for this stage only.
+            self._stage_sensitive = True
+            self._cache[("eval", asked, *shape)] = self._cache.pop(key)
+        return variant
 
     def update(self, engine: Engine) -> CompiledStep:
         """The update half of a split step."""
@@ -233,7 +244,7 @@ class Variants:
         traced = self.strategy.jit(function, example, donate=donate, batch=batch).trace(*example)
         if table is not None and table.needed > table.capacity:
             # More keys than the accumulators have room for: grow them and trace once more.
-            engine.grow_accumulators(kind)
+            engine.grow_accumulators(table)
             info = StepInfo()
             function = build(info)
             example = args()
@@ -269,10 +280,11 @@ def _growing(variant: CompiledStep, engine: Engine, kind: str, table: SlotTable)
         result = plain(*args)
         if table.needed <= table.capacity:
             return result
-        engine.grow_accumulators(kind)
+        stage = next(s for s, acc in engine.evaluation_stages() if acc is args[1]) if kind != "train" else kind
+        engine.grow_accumulators(table)
         if kind == "train":
             return plain(engine.leaves, *args[1:])
-        return plain(args[0], engine.evaluation_accumulators(kind), *args[2:])
+        return plain(args[0], engine.evaluation_accumulators(stage), *args[2:])
 
     return call
 

@@ -1,0 +1,225 @@
+"""Batches of arrays in memory: `ArrayLoader`, which is a source itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from . import _leaves
+from ._convert import from_library
+from ._source import BatchIterator, Source
+
+Array = _leaves.Array
+
+
+class ArrayLoader(Source):
+    """Make batches of arrays that are in memory.
+
+    The order is a function of (`seed`, epoch) alone. Without `set_epoch`, every pass is the next epoch.
+
+    Example:
+        >>> loader = ArrayLoader(np.zeros((10, 3)), np.zeros(10), batch_size=4, shuffle=True)
+        >>> len(loader)
+        3
+
+    Args:
+        *arrays: Arrays with the same first axis (numpy, JAX, torch or nested in dicts, lists, ...). With one argument a
+            batch has its structure; with several it is a tuple.
+        batch_size: Samples per batch.
+        shuffle: Whether every epoch has its own random order.
+        drop_last: Whether to leave out a last batch that is not full.
+        seed: Seed of the order.
+
+    Raises:
+        ValueError: If there are no arrays, their first axes differ, or a number is out of range.
+        TypeError: If a leaf is no array.
+    """
+
+    resumes_by = "by skipping the indices (no data is read)"
+
+    def __init__(
+        self,
+        *arrays: Any,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if not arrays:
+            raise ValueError("ArrayLoader needs at least one array. Received none.")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
+            raise ValueError(f"batch_size must be a positive integer. Received: batch_size={batch_size!r}")
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+            raise ValueError(f"seed must be a non-negative integer. Received: seed={seed!r}")
+        super().__init__(None)
+        self.origin = self
+        self._batch_size = int(batch_size)
+        self.shuffle = bool(shuffle)
+        self.drop_last = bool(drop_last)
+        self.seed = int(seed)
+        self._leaves, self._structure, self._paths = _take_apart(arrays[0] if len(arrays) == 1 else arrays)
+        self._size = len(self._leaves[0])
+        self._epoch_of_next_pass = 0
+        self._prepared: tuple[Any, list[Array]] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a full batch."""
+        return self._batch_size
+
+    @property
+    def num_samples(self) -> int:
+        """Length of the first axis."""
+        return self._size
+
+    @property
+    def num_workers(self) -> int:
+        """Always 0: indexing arrays needs no workers."""
+        return 0
+
+    def __len__(self) -> int:
+        full = self._size / self._batch_size
+        return math.floor(full) if self.drop_last else math.ceil(full)
+
+    @property
+    def length(self) -> int:
+        """Number of batches of one pass."""
+        return len(self)
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether epochs have random orders."""
+        return self.shuffle
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass."""
+        super().set_epoch(epoch)
+        self._epoch_of_next_pass = epoch
+
+    def order(self, epoch: int) -> Array | None:
+        """Give the order of the samples in one epoch.
+
+        Args:
+            epoch: Zero-based epoch number.
+
+        Returns:
+            int64 indices `[num_samples]`, or None for the order in memory.
+        """
+        if not self.shuffle:
+            return None
+        return np.random.default_rng([self.seed, epoch]).permutation(self._size)
+
+    def _open(self, skip: int) -> BatchIterator:
+        self._epoch = self._epoch_of_next_pass
+        self._epoch_of_next_pass += 1
+        return BatchIterator(self, self._batches(self._epoch, skip), None)
+
+    def _columns(self) -> list[Array]:
+        # dtypes follow the 64-bit mode of the moment; arrays that need no conversion are only viewed
+        key = (_leaves.x64_enabled(), self.options.channels_last)
+        if self._prepared is None or self._prepared[0] != key:
+            columns = []
+            for leaf, path in zip(self._leaves, self._paths, strict=True):
+                column = _leaves.canonical_array(leaf, path, x64=key[0], copy=False)
+                columns.append(_leaves.to_channels_last(column) if key[1] else column)
+            self._prepared = (key, columns)
+        return self._prepared[1]
+
+    def _batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        columns = self._columns()
+        order = self.order(epoch)
+        size, unflatten = self._batch_size, self._rebuild()
+        record = self.options.record_indices
+        end = len(self) * size if self.drop_last else self._size
+        for start in range(skip * size, end, size):
+            stop = min(start + size, end)
+            if order is None:
+                batch = [column[start:stop].copy() for column in columns]
+            else:
+                rows = order[start:stop]
+                batch = [column.take(rows, axis=0) for column in columns]
+            if record:
+                self.last_batch_indices = list(range(start, stop)) if order is None else order[start:stop].tolist()
+            yield unflatten(batch)
+
+    def _rebuild(self) -> Callable[[list[Any]], Any]:
+        structure = self._structure
+        if structure == jax.tree_util.tree_structure(0):
+            return lambda leaves: leaves[0]
+        if structure == jax.tree_util.tree_structure((0,) * len(self._leaves)):
+            return tuple
+        return lambda leaves: jax.tree_util.tree_unflatten(structure, leaves)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position; between two passes it is the start of the next one."""
+        state = super().state_dict()
+        if self._iterator is None:
+            state["epoch"] = self._epoch_of_next_pass
+        return {**state, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, in the saved order."""
+        super().load_state_dict(state)
+        self.seed = int(state["seed"])
+        self._epoch_of_next_pass = self._epoch
+
+    def sequential(self) -> ArrayLoader:
+        """Give a loader over the same arrays in their order."""
+        if not self.shuffle:
+            return self
+        new = self._copy()
+        new.shuffle = False
+        return new
+
+    def _copy(self) -> Self:
+        new = super()._copy()
+        new.origin, new._prepared = new, None
+        return new
+
+    def describe(self) -> str:
+        """Name the loader and what it holds."""
+        shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in self._leaves[:4])
+        return f"ArrayLoader of {shapes}{', ...' if len(self._leaves) > 4 else ''}"
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.describe()} (batch_size={self._batch_size}, shuffle={self.shuffle}, drop_last={self.drop_last}, "
+            f"seed={self.seed})"
+        )
+
+
+def _take_apart(tree: Any) -> tuple[list[Array], Any, list[_leaves.Path]]:
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    if not pairs:
+        raise ValueError("ArrayLoader needs at least one array. Received a structure without leaves.")
+    leaves: list[Array] = []
+    paths: list[_leaves.Path] = []
+    for keys, value in pairs:
+        path = tuple(getattr(key, "key", getattr(key, "idx", getattr(key, "name", str(key)))) for key in keys)
+        if from_library(type(value), "torch", "Tensor"):
+            from ._torch_tensors import tensor_to_numpy
+
+            value = tensor_to_numpy(value, path)
+        is_array = isinstance(value, (np.ndarray, jax.Array)) or hasattr(value, "__array__")
+        if not is_array:
+            raise TypeError(
+                f"ArrayLoader needs arrays, but {_leaves.format_path(path)} is {type(value).__qualname__} "
+                f"({value!r:.60}). "
+                "Pass numpy arrays, for example np.asarray(values)."
+            )
+        array = np.asarray(value)
+        if array.ndim == 0:
+            raise ValueError(
+                f"ArrayLoader makes batches along the first axis, but {_leaves.format_path(path)} is 0-dimensional."
+            )
+        leaves.append(array)
+        paths.append(path)
+    sizes = [len(leaf) for leaf in leaves]
+    if len(set(sizes)) > 1:
+        listing = ", ".join(f"{_leaves.format_path(path)}: {size}" for path, size in zip(paths, sizes, strict=True))
+        raise ValueError(f"The arrays of an ArrayLoader need first axes of one length. Received: {listing}")
+    return leaves, structure, paths

@@ -1,0 +1,176 @@
+"""The fast path for torch loaders over datasets in memory: same order, same bits, no Python per sample.
+
+Index batches come from the loader's own sampler; the arrays are indexed in one go. Only exact types count: a subclass
+may override anything. A few samples are compared with the dataset's own `__getitem__` before every pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ._convert import Converter
+from ._fast_leaves import Leaf, TensorLeaf, VisionLeaf, is_stock
+from ._leaves import Array
+from ._pointwise import NotVectorizableError as NotVectorizableError
+
+_SAMPLES = 4
+
+
+class _Rows:
+    """Where the samples of a dataset tree live: leaf number and row for each index (None: one leaf, in order)."""
+
+    def __init__(self, leaves: list[Leaf], size: int, which: Array | None = None, rows: Array | None = None) -> None:
+        self.leaves = leaves
+        self.size = size
+        self.which = which
+        self.rows = rows
+
+    def selected(self, indices: Array) -> _Rows:
+        which = None if self.which is None else self.which[indices]
+        if self.rows is None:
+            rows = np.where(indices < 0, indices + self.size, indices)
+            if len(rows) and (rows.min() < 0 or rows.max() >= self.size):
+                raise NotVectorizableError("a Subset has indices outside its dataset")
+        else:
+            rows = self.rows[indices]
+        return _Rows(self.leaves, len(indices), which, rows)
+
+
+def _resolve(dataset: Any, converter: Converter, cache: dict[Any, Any]) -> _Rows:
+    from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return _Rows([TensorLeaf(dataset, converter)], len(dataset))
+    if is_stock(dataset):
+        return _Rows([VisionLeaf(dataset, converter, cache)], len(dataset))
+    if kind is Subset:
+        inner = _resolve(dataset.dataset, converter, cache)
+        indices = np.asarray(dataset.indices)
+        if len(indices) == 0:
+            indices = indices.astype(np.int64)
+        if indices.ndim != 1 or indices.dtype.kind not in "iu":
+            raise NotVectorizableError(f"a Subset has indices of type {type(dataset.indices).__qualname__}")
+        try:
+            return inner.selected(indices)
+        except IndexError:
+            raise NotVectorizableError("a Subset has indices outside its dataset") from None
+    if kind is ConcatDataset:
+        parts = [_resolve(part, converter, cache) for part in dataset.datasets]
+        leaves: list[Leaf] = []
+        which, rows = [], []
+        for part in parts:
+            which.append((np.zeros(part.size, np.intp) if part.which is None else part.which) + len(leaves))
+            rows.append(np.arange(part.size) if part.rows is None else part.rows)
+            leaves.extend(part.leaves)
+        if any(leaf.signature != leaves[0].signature for leaf in leaves):
+            raise NotVectorizableError("the parts of a ConcatDataset have samples of different form")
+        return _Rows(leaves, len(dataset), np.concatenate(which), np.concatenate(rows))
+    raise NotVectorizableError(
+        f"the dataset {kind.__qualname__} is neither a TensorDataset, a stock in-memory dataset of torchvision, nor a "
+        "Subset or ConcatDataset of those (subclasses do not count)"
+    )
+
+
+class Plan:
+    """How to make the batches of one loader by indexing arrays."""
+
+    def __init__(self, loader: Any, rows: _Rows, converter: Converter) -> None:
+        self._loader = loader
+        self._rows = rows
+        self._converter = converter
+
+    def gather(self, index: Array) -> list[Array]:
+        """Give the batch for dataset indices `[n]`, as default_collate and the converter would."""
+        rows = self._rows
+        if rows.which is None:
+            return rows.leaves[0].gather(index if rows.rows is None else rows.rows[index])
+        which = rows.which[index]
+        inner: Array = index if rows.rows is None else rows.rows[index]
+        columns: list[Array] | None
+        if (which == which[0]).all():
+            columns = rows.leaves[which[0]].gather(inner)
+            return columns
+        columns = None
+        for number in np.unique(which):
+            mask = which == number
+            part = rows.leaves[number].gather(inner[mask])
+            if columns is None:
+                columns = [np.empty((len(index), *column.shape[1:]), column.dtype) for column in part]
+            for column, values in zip(columns, part, strict=True):
+                column[mask] = values
+        return columns or []
+
+    def batches(self, indices: Iterable[Any]) -> Iterator[Any]:
+        """Give a batch for each index batch of the sampler."""
+        self._converter.refresh()
+        for index in indices:
+            rows = np.array(index) if type(index) is list else np.asarray(index)
+            if rows.ndim != 1 or rows.dtype.kind not in "iu" or len(rows) == 0:
+                yield self._one_by_one(index)
+            else:
+                yield self.gather(rows)
+
+    def _one_by_one(self, index: Any) -> Any:
+        # a sampler of slices, keys or empty batches: what torch's fetcher does with them
+        dataset = self._loader.dataset
+        if getattr(dataset, "__getitems__", None):
+            samples = dataset.__getitems__(index)
+        else:
+            samples = [dataset[item] for item in index]
+        return self._converter(self._loader.collate_fn(samples))
+
+    def verify(self) -> None:
+        """Compare a few samples with the dataset's own.
+
+        Raises:
+            NotVectorizableError: If one differs.
+        """
+        size = self._rows.size
+        self._converter.refresh()
+        for index in sorted({*np.linspace(0, size - 1, _SAMPLES).astype(int).tolist()} if size else ()):
+            try:
+                slow = self._converter(self._loader.collate_fn([self._loader.dataset[index]]))
+                fast = self.gather(np.array([index]))
+            except Exception as error:  # left to the slow path, which raises it in the batch where it belongs
+                raise NotVectorizableError(f"sample {index} raises {type(error).__name__}: {error}") from error
+            same = len(slow) == len(fast) and all(
+                left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+                for left, right in zip(slow, fast, strict=True)
+            )
+            if not same:
+                name = type(self._loader.dataset).__qualname__
+                raise NotVectorizableError(f"sample {index} differs from what {name} gives")
+
+
+def make_plan(loader: Any, converter: Converter, cache: dict[Any, Any]) -> Plan:
+    """Find out whether a loader can be read by indexing arrays, and how.
+
+    Args:
+        loader: A torch DataLoader.
+        converter: What a batch has to look like.
+        cache: Kept by the caller between passes; holds the last lookup table.
+
+    Returns:
+        The plan; it sees the arrays, transforms and labels that the dataset has now.
+
+    Raises:
+        NotVectorizableError: With the reason.
+    """
+    from torch.utils.data import DataLoader, default_collate
+
+    if type(loader) is not DataLoader:
+        raise NotVectorizableError(f"the loader is a {type(loader).__qualname__}, a subclass of DataLoader")
+    if loader.batch_sampler is None:
+        raise NotVectorizableError("batch_size=None turns batching off")
+    if loader.collate_fn is not default_collate:
+        name = getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__qualname__)
+        raise NotVectorizableError(f"the collate_fn {name} is not torch's default_collate")
+    if loader.worker_init_fn is not None and loader.num_workers > 0:
+        raise NotVectorizableError("the worker_init_fn may change the dataset in the workers")
+    plan = Plan(loader, _resolve(loader.dataset, converter, cache), converter)
+    plan.verify()
+    return plan

@@ -1,0 +1,8 @@
+"""Checkpoints: one directory, one atomic commit, no pickle."""
+
+from jaxlightning.checkpoint._connector import CheckpointConnector as CheckpointConnector
+from jaxlightning.checkpoint._errors import CheckpointError as CheckpointError
+from jaxlightning.checkpoint._errors import IncompleteCheckpointError as IncompleteCheckpointError
+from jaxlightning.checkpoint._errors import NotACheckpointError as NotACheckpointError
+from jaxlightning.checkpoint._loading import load_datamodule_from_checkpoint as load_datamodule_from_checkpoint
+from jaxlightning.checkpoint._loading import load_module_from_checkpoint as load_module_from_checkpoint

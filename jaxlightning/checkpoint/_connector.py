@@ -1,0 +1,414 @@
+"""The Trainer's side of checkpoints: gather a state, save it, find it again, restore it in the right order.
+
+Restoring has Lightning's phases. Module, datamodule and callbacks come back before `configure_optimizers` (HK37);
+loops, optimizers, schedulers and the rest of the training state after `on_fit_start` (HK02).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import TYPE_CHECKING, Any
+
+from jaxlightning.checkpoint import _contents, _host_rng, _io, _resolve
+from jaxlightning.checkpoint._layout import is_remote
+from jaxlightning.checkpoint._weights import load_dictionary, load_weights_into
+from jaxlightning.checkpoint._writer import CheckpointWriter
+from jaxlightning.utilities.exceptions import MisconfigurationException
+from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from jaxlightning.utilities.serialization import describe
+from jaxlightning.utilities.warnings import WarningCache
+
+if TYPE_CHECKING:
+    from jaxlightning.trainer import Trainer
+
+#: The version of Lightning whose dictionary this is; tools that read checkpoints look for the key.
+LIGHTNING_VERSION = "2.6.6"
+
+#: Keys of hyper-parameters: name of the argument, the values.
+MODULE_KEYS = ("hparams_name", "hyper_parameters")
+DATAMODULE_KEYS = ("datamodule_hparams_name", "datamodule_hyper_parameters")
+
+_NO_OPTIMIZERS = (
+    "Trying to restore {what} state but checkpoint contains only the model. This is probably due to "
+    "`ModelCheckpoint.save_weights_only` being set to `True`. To continue from the weights alone, load them with "
+    "`load_from_checkpoint` and call `fit` without `ckpt_path`."
+)
+
+
+class CheckpointConnector:
+    """Saves and restores for one trainer.
+
+    Args:
+        trainer: The trainer.
+        background: Whether saves during `fit` are written while training goes on.
+    """
+
+    def __init__(self, trainer: Trainer, *, background: bool = True) -> None:
+        self.trainer = trainer
+        self.writer = CheckpointWriter(background=background)
+        self._ckpt_path: str | os.PathLike[str] | None = None
+        self._user_managed = False
+        self._loaded: dict[str, Any] = {}
+        self._stored: _io.StoredCheckpoint | None = None
+        self._warnings = WarningCache()
+        self._training = False  # between the end of restoring and the end of `fit`: saves may go on in the background
+
+    # --- which checkpoint -----------------------------------------------------------------------------------------
+
+    @property
+    def ckpt_path(self) -> str | os.PathLike[str] | None:
+        """The path of the last call that loaded (or the one that the user set)."""
+        return self._ckpt_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
+        self._ckpt_path = path
+        self._user_managed = bool(path)
+
+    def resolve_ckpt_path(
+        self, fn: str, ckpt_path: str | os.PathLike[str] | None, model_provided: bool, model_connected: bool
+    ) -> str | os.PathLike[str] | None:
+        """Decide what a verb loads.
+
+        Args:
+            fn: "fit", "validate", "test" or "predict" (a `TrainerFn` works too).
+            ckpt_path: The verb's argument: a path, "best", "last", "hpc" or None.
+            model_provided: Whether a model was passed to the verb.
+            model_connected: Whether the trainer has a model.
+
+        Returns:
+            The path, or None when nothing is to be loaded.
+
+        Raises:
+            ValueError: A keyword names nothing.
+        """
+        self.writer.wait()
+        if self._user_managed:
+            if not ckpt_path:
+                return self._ckpt_path
+            rank_zero_warn(
+                f"`trainer.ckpt_path = {self._ckpt_path!r}` was called but then you passed "
+                f"`trainer.fit(ckpt_path={ckpt_path!r})`. The latter will be loaded."
+            )
+            self._ckpt_path, self._user_managed = None, False
+        return _resolve.resolve(
+            self.trainer,
+            str(getattr(fn, "value", fn)),
+            ckpt_path,
+            model_provided=model_provided,
+            model_connected=model_connected,
+        )
+
+    # --- gather -----------------------------------------------------------------------------------------------------
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Gather everything into Lightning's dictionary and run the hooks that may change it.
+
+        Args:
+            weights_only: Leave out callbacks, optimizers and schedulers.
+
+        Returns:
+            The dictionary; its arrays are host copies.
+        """
+        from jaxlightning.loops import call
+
+        trainer, module = self.trainer, self.trainer.lightning_module
+        engine = module._require_engine()
+        sections = engine.state_dict()
+        self._places = {
+            name: place
+            for name, (place, _) in _contents.state_dict_places(sections["params"], sections["variables"]).items()
+        }
+        checkpoint: dict[str, Any] = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": LIGHTNING_VERSION,
+            "state_dict": self._state_dict(sections),
+            "loops": {
+                "fit_loop": trainer.fit_loop.state_dict(),
+                "validate_loop": trainer.validate_loop.state_dict(),
+                "test_loop": trainer.test_loop.state_dict(),
+                "predict_loop": trainer.predict_loop.state_dict(),
+            },
+        }
+        if not weights_only:
+            self._dump_training_state(checkpoint, sections)
+        datamodule = trainer.datamodule
+        for obj, (name_key, values_key) in ((module, MODULE_KEYS), (datamodule, DATAMODULE_KEYS)):
+            hparams = getattr(obj, "hparams", None)
+            if obj is not None and hparams:
+                checkpoint[name_key] = getattr(obj, "_hparams_name", None)
+                checkpoint[values_key] = dict(hparams)
+        if datamodule is not None:
+            state = call.call_lightning_datamodule_hook(trainer, "state_dict")
+            if state:
+                checkpoint[type(datamodule).__qualname__] = state
+        if not weights_only:
+            call.call_callback_hooks(trainer, "on_save_checkpoint", checkpoint)
+        call.call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
+        return checkpoint
+
+    def _state_dict(self, sections: dict[str, Any]) -> dict[str, Any]:
+        from jaxlightning.loops.call import is_overridden
+        from jaxlightning.module import JaxLightningModule
+
+        module = self.trainer.lightning_module
+        if is_overridden("state_dict", module, JaxLightningModule):
+            return dict(module.state_dict())
+        return _contents.flat_state_dict(sections["params"], sections["variables"])
+
+    def _dump_training_state(self, checkpoint: dict[str, Any], sections: dict[str, Any]) -> None:
+        trainer = self.trainer
+        states: dict[str, Any] = {}
+        for callback in trainer.callbacks:
+            state = callback.state_dict()
+            if state:
+                states[callback.state_key] = state
+        checkpoint["callbacks"] = states
+        checkpoint["optimizer_states"] = [
+            {"state": state, **handle.state_dict()}
+            for handle, state in zip(
+                trainer.optimizers, _padded(sections["optimizer_states"], len(trainer.optimizers)), strict=True
+            )
+        ]
+        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        for key in ("gradients", "accumulators", "meta"):
+            if sections.get(key):
+                checkpoint[key] = sections[key]
+        checkpoint["rng"] = _host_rng.collect(seed=trainer.lightning_module._require_engine().seed)
+
+    # --- save -------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool | None = None) -> None:
+        """Save the present state.
+
+        During `fit` this returns when the state is copied; it is on disk after `wait()`, at the latest when `fit` ends.
+
+        Args:
+            filepath: The directory to make; what has that name is replaced when the new one is complete.
+            weights_only: Leave out what only a continued training needs.
+
+        Raises:
+            AttributeError: The trainer has no model.
+            TypeError: A state cannot be written without pickle; the message names it.
+        """
+        if self.trainer.lightning_module is None:
+            raise AttributeError(
+                "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call "
+                "`Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
+            )
+        if is_remote(filepath):
+            raise NotImplementedError(f"Saving to remote storage is not built yet (got {os.fspath(filepath)!r}).")
+        self.writer.wait()  # before the copy is made: at most one state is held beside the live one
+        checkpoint = self.dump_checkpoint(weights_only)
+        body, trees = _contents.split_for_disk(checkpoint, self._places, self._network_names())
+        payload = _io.snapshot(
+            body,
+            trees,
+            target=filepath,
+            header=_contents.versions(),
+            trees_are_ours=True,
+            lenient={MODULE_KEYS[1]: self._describe_hparam, DATAMODULE_KEYS[1]: self._describe_hparam},
+        )
+        self.writer.save(payload, filepath)
+        self._finish_unless_training()
+
+    def remove_checkpoint(
+        self, filepath: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Delete a checkpoint once everything saved earlier is committed.
+
+        Args:
+            filepath: The checkpoint; anything else is left alone, with a warning.
+            within: The directory up to which folders that became empty are removed.
+        """
+        if self.trainer.is_global_zero:
+            self.writer.remove(filepath, within=within)
+            self._finish_unless_training()
+
+    def wait(self) -> None:
+        """Wait for what is being written; raise what went wrong. From here to the next `fit` saves return when done."""
+        self._training = False
+        self.writer.wait()
+
+    def _finish_unless_training(self) -> None:
+        if not self._training:
+            self.writer.wait()
+
+    def _network_names(self) -> list[str]:
+        engine = self.trainer.lightning_module._require_engine()
+        return [network.name for network in engine.networks()]
+
+    def _describe_hparam(self, path: tuple[str, ...], value: Any) -> None:
+        name = path[1] if len(path) > 1 else "?"
+        self._warnings.warn(
+            f"Attribute {name!r} of the hyper-parameters cannot be written to a checkpoint (it is {describe(value)}): "
+            f"its description is stored, and it must be given again, as in `load_from_checkpoint(path, {name}=...)`. "
+            f"You can suppress this warning by setting `self.save_hyperparameters(ignore=[{name!r}])`.",
+            key=f"{path[0]}/{name}",
+        )
+
+    # --- restore ----------------------------------------------------------------------------------------------------
+
+    def resume_start(self, checkpoint_path: str | os.PathLike[str] | None, weights_only: bool | None = None) -> None:
+        """Read the checkpoint (nothing for None).
+
+        Raises:
+            FileNotFoundError: There is nothing at the path.
+            CheckpointError: It is no whole checkpoint.
+        """
+        self._ckpt_path = checkpoint_path
+        self._stored, self._loaded, self._training = None, {}, False
+        if not checkpoint_path:
+            return
+        if is_remote(checkpoint_path):
+            raise NotImplementedError(f"Loading from remote storage is not built yet (got {checkpoint_path!r}).")
+        rank_zero_info("Restoring states from the checkpoint path at %s", checkpoint_path)
+        self._stored = _io.StoredCheckpoint(checkpoint_path)
+        self._loaded = load_dictionary(self._stored, training_state=self._is_fit())
+
+    def restore_modules_and_callbacks(
+        self, checkpoint_path: str | os.PathLike[str] | None, weights_only: bool | None = None
+    ) -> None:
+        """First phase: read, then bring back module, datamodule and callbacks, in this order.
+
+        Args:
+            checkpoint_path: What `resolve_ckpt_path` returned.
+            weights_only: Accepted for Lightning's sake; nothing in a checkpoint is ever unpickled.
+        """
+        self.resume_start(checkpoint_path, weights_only)
+        self.restore_model()
+        self.restore_datamodule()
+        self.restore_callbacks()
+
+    def restore_model(self) -> None:
+        """Call the module's `on_load_checkpoint`, then set its parameters and variables.
+
+        Raises:
+            RuntimeError: They do not fit; the message lists the paths.
+        """
+        if not self._loaded:
+            return
+        from jaxlightning.loops import call
+
+        module = self.trainer.lightning_module
+        call.call_lightning_module_hook(self.trainer, "on_load_checkpoint", self._loaded)
+        load_weights_into(module, self._loaded["state_dict"], stored=self._stored, strict=module.strict_loading)
+
+    def restore_datamodule(self) -> None:
+        """Give the datamodule its state."""
+        datamodule = self.trainer.datamodule
+        name = type(datamodule).__qualname__
+        if self._loaded and datamodule is not None and name in self._loaded:
+            from jaxlightning.loops import call
+
+            call.call_lightning_datamodule_hook(self.trainer, "load_state_dict", self._loaded[name])
+
+    def restore_callbacks(self) -> None:
+        """Call every callback's `on_load_checkpoint`, then give each its state."""
+        if not self._loaded or self._loaded.get("callbacks") is None:
+            return
+        from jaxlightning.loops import call
+
+        states = self._loaded["callbacks"]
+        present = {callback.state_key for callback in self.trainer.callbacks}
+        missing = [key for key in states if key not in present]
+        if missing:
+            rank_zero_warn(
+                "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided "
+                f"during `Trainer` instantiation. Please add the following callbacks: {missing}."
+            )
+        call.call_callback_hooks(self.trainer, "on_load_checkpoint", self._loaded)
+        for callback in self.trainer.callbacks:
+            state = states.get(callback.state_key)
+            if state:
+                callback.load_state_dict(copy.deepcopy(state))
+
+    def restore_training_state(self) -> None:
+        """Second phase: loops; for `fit` also optimizers, schedulers, gradients, metric sums and random generators.
+
+        Raises:
+            KeyError: The checkpoint holds weights only.
+            MisconfigurationException: It is from a later epoch than `max_epochs`.
+            RuntimeError: The optimizers do not fit.
+        """
+        if not self._loaded:
+            return
+        self.restore_loops()
+        if self._is_fit():
+            self.restore_optimizers_and_schedulers()
+            self._restore_rng()
+
+    def restore_loops(self) -> None:
+        """Bring the counters of the running verb's loop back."""
+        trainer, states = self.trainer, self._loaded.get("loops")
+        fn = str(getattr(trainer.state.fn, "value", trainer.state.fn))
+        if states is not None:
+            loop = {
+                "fit": trainer.fit_loop,
+                "validate": trainer.validate_loop,
+                "test": trainer.test_loop,
+                "predict": trainer.predict_loop,
+            }[fn]
+            loop.load_state_dict(states[f"{fn}_loop"])
+        if fn == "fit" and trainer.max_epochs not in (None, -1) and trainer.current_epoch > trainer.max_epochs:
+            raise MisconfigurationException(
+                f"You restored a checkpoint with current_epoch={trainer.current_epoch}, but you have set "
+                f"Trainer(max_epochs={trainer.max_epochs})."
+            )
+
+    def restore_optimizers_and_schedulers(self) -> None:
+        """Bring optimizers and schedulers back.
+
+        Raises:
+            KeyError: The checkpoint holds weights only.
+            RuntimeError: Their number or structure differs.
+        """
+        for key, what in (("optimizer_states", "optimizer"), ("lr_schedulers", "learning rate scheduler")):
+            if key not in self._loaded:
+                raise KeyError(_NO_OPTIMIZERS.format(what=what))
+        trainer = self.trainer
+        states = self._loaded["optimizer_states"]
+        if len(states) != len(trainer.optimizers):
+            raise RuntimeError(
+                f"The checkpoint has the states of {len(states)} optimizers, but `configure_optimizers` returned "
+                f"{len(trainer.optimizers)}. Return the same optimizers as when it was saved, or load only the weights."
+            )
+        for handle, state in zip(trainer.optimizers, states, strict=True):
+            handle.load_state_dict({key: value for key, value in state.items() if key != "state"})
+        engine = trainer.lightning_module._require_engine()
+        engine.load_optimizer_states([state.get("state", {}) for state in states])
+        rest = {key: self._loaded[key] for key in ("gradients", "accumulators", "meta") if key in self._loaded}
+        if rest and hasattr(engine, "load_running_state"):
+            engine.load_running_state(rest)
+        for config, saved in zip(trainer.lr_scheduler_configs, self._loaded["lr_schedulers"], strict=False):
+            config.scheduler.load_state_dict(saved)
+
+    def _restore_rng(self) -> None:
+        rng = self._loaded.get("rng")
+        if isinstance(rng, dict):
+            _host_rng.restore(rng, seed=self.trainer.lightning_module._require_engine().seed)
+
+    def resume_end(self) -> None:
+        """Forget the checkpoint in memory; everything is restored."""
+        if self._ckpt_path and self._stored is not None:
+            what = "Restored all states" if self._is_fit() else "Loaded model weights"
+            rank_zero_info("%s from the checkpoint at %s", what, self._ckpt_path)
+        self._loaded, self._stored = {}, None
+        self._training = self._is_fit()
+
+    def restore(self, checkpoint_path: str | os.PathLike[str] | None, weights_only: bool | None = None) -> None:
+        """Restore everything at once, for a trainer that is set up already."""
+        self.restore_modules_and_callbacks(checkpoint_path, weights_only)
+        self.restore_training_state()
+        self.resume_end()
+
+    def _is_fit(self) -> bool:
+        fn = self.trainer.state.fn
+        return str(getattr(fn, "value", fn)) == "fit"
+
+
+def _padded(states: list[Any], count: int) -> list[Any]:
+    """Return a state for each optimizer; before the first step there are none, and an empty one is saved."""
+    return states if len(states) == count else [{} for _ in range(count)]

@@ -1,0 +1,239 @@
+"""Metrics in a CSV file, hyper-parameters in a YAML file."""
+
+from __future__ import annotations
+
+import csv
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlightning.loggers._params import convert_params
+from jaxlightning.loggers._versions import local_directory, next_version, version_name
+from jaxlightning.loggers.logger import Logger, add_prefix, rank_zero_experiment
+from jaxlightning.utilities.hparams import save_hparams_to_yaml
+from jaxlightning.utilities.rank_zero import rank_zero_only, rank_zero_warn
+
+__all__ = ["CSVLogger", "ExperimentWriter"]
+
+
+class ExperimentWriter:
+    """Writes `metrics.csv` and `hparams.yaml` of one run.
+
+    Args:
+        log_dir: Directory of the run, made if missing.
+        keep: Whether rows that are in the file already stay (a resumed run); otherwise the file is deleted.
+    """
+
+    NAME_METRICS_FILE = "metrics.csv"
+    NAME_HPARAMS_FILE = "hparams.yaml"
+
+    def __init__(self, log_dir: str, *, keep: bool = False) -> None:
+        self.log_dir = log_dir
+        self.metrics: list[dict[str, Any]] = []
+        self.metrics_keys: list[str] = []
+        self.hparams: dict[str, Any] = {}
+        self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
+        if keep:
+            self.metrics_keys = self._header()
+        elif os.path.isdir(log_dir) and os.listdir(log_dir):
+            rank_zero_warn(
+                f"Experiment logs directory {log_dir} exists and is not empty. The metrics of an earlier run in it are "
+                "deleted. Use another `version` to keep them, or `fit(ckpt_path=...)` to continue that run."
+            )
+            if os.path.isfile(self.metrics_file_path):
+                os.remove(self.metrics_file_path)
+        os.makedirs(log_dir, exist_ok=True)
+
+    def log_hparams(self, params: dict[str, Any]) -> None:
+        """Record hyper-parameters and write the file."""
+        self.hparams.update(params)
+        save_hparams_to_yaml(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE), self.hparams)
+
+    def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
+        """Record one row; without a step its number is the number of rows that wait."""
+        row = {
+            name: value.item() if hasattr(value, "item") and hasattr(value, "dtype") else value
+            for name, value in metrics_dict.items()
+        }
+        row["step"] = len(self.metrics) if step is None else step
+        self.metrics.append(row)
+
+    def save(self) -> None:
+        """Write the rows that wait; the header is written anew when they bring new columns."""
+        if not self.metrics:
+            return
+        new = {name for row in self.metrics for name in row}.difference(self.metrics_keys)
+        self.metrics_keys = sorted(new.union(self.metrics_keys))
+        exists = os.path.isfile(self.metrics_file_path)
+        if new and exists:
+            self._write(self._rows())
+        with open(self.metrics_file_path, "a" if exists else "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.metrics_keys)
+            if not exists:
+                writer.writeheader()
+            writer.writerows(self.metrics)
+        self.metrics = []
+
+    def cut(self, step: int) -> None:
+        """Drop the rows of an interrupted run that a resumed run will write again.
+
+        Rows with an epoch lie on the train axis; those of validation batches and of callbacks count differently, so a
+        row without an epoch stays if a train row of a step before `step` follows it.
+
+        Args:
+            step: The first step that comes again.
+        """
+        rows = self._rows()
+        on_axis = [index for index, row in enumerate(rows) if row.get("epoch")]
+        if on_axis:
+            kept = [index for index in on_axis if _number(rows[index].get("step")) < step]
+            rows = rows[: kept[-1] + 1] if kept else []
+        else:
+            rows = [row for row in rows if _number(row.get("step")) < step]
+        if os.path.isfile(self.metrics_file_path):
+            self._write(rows)
+
+    def _header(self) -> list[str]:
+        if not os.path.isfile(self.metrics_file_path):
+            return []
+        with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
+            return next(csv.reader(file), [])
+
+    def _rows(self) -> list[dict[str, str]]:
+        if not os.path.isfile(self.metrics_file_path):
+            return []
+        with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        # Beside the file and then over it: a run killed here keeps what it had.
+        fresh = f"{self.metrics_file_path}.new"
+        with open(fresh, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.metrics_keys)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(fresh, self.metrics_file_path)
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text or 0)
+    except ValueError:
+        return 0.0
+
+
+class CSVLogger(Logger):
+    """Record metrics in `<save_dir>/<name>/version_<n>/metrics.csv`.
+
+    Args:
+        save_dir: Where everything is kept.
+        name: Name of the experiment and of its folder; None or "" for no folder.
+        version: Number or name of the version; by default the number after the highest in the folder.
+        prefix: Put before every metric, with a dash.
+        flush_logs_every_n_steps: At every how many steps the rows are written, unless somebody calls `save` before.
+    """
+
+    LOGGER_JOIN_CHAR = "-"
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        self._save_dir = local_directory(save_dir, type(self).__name__)
+        self._name = name or ""
+        self._version = version
+        self._prefix = prefix
+        self._flush_logs_every_n_steps = flush_logs_every_n_steps
+        self._experiment: ExperimentWriter | None = None
+        self._resuming = False
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment; "" if it has no folder."""
+        return self._name
+
+    @property
+    def version(self) -> int | str:
+        """The version; found in the folder at the first call if none was given."""
+        if self._version is None:
+            self._version = next_version(self.root_dir)
+        return self._version
+
+    @property
+    def save_dir(self) -> str:
+        """Where everything is kept."""
+        return self._save_dir
+
+    @property
+    def root_dir(self) -> str:
+        """Directory of all versions."""
+        return os.path.join(self.save_dir, self.name)
+
+    @property
+    def log_dir(self) -> str:
+        """Directory of this version."""
+        return os.path.join(self.root_dir, version_name(self.version))
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        """The writer; the run's directory is made at the first call."""
+        if self._experiment is None:
+            self._experiment = ExperimentWriter(self.log_dir, keep=self._resuming)
+        return self._experiment
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Mapping[str, Any] | Namespace | None = None) -> None:
+        """Write hyper-parameters to `hparams.yaml`."""
+        self.experiment.log_hparams(convert_params(params))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record one row.
+
+        Args:
+            metrics: Numbers by name.
+            step: The step; by default the number of rows that wait.
+        """
+        if step is None:
+            step = len(self.experiment.metrics)
+        self.experiment.log_metrics(add_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR), step)
+        if (step + 1) % self._flush_logs_every_n_steps == 0:
+            self.save()
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write the rows that wait."""
+        self.experiment.save()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write the rows that wait, if there was anything to record.
+
+        Args:
+            status: How the run ended.
+        """
+        if self._experiment is not None:
+            self.save()
+
+    @rank_zero_only
+    def resume(self, step: int | None = None) -> None:
+        """Keep the rows of the run that is continued, up to a step.
+
+        Args:
+            step: The first step that will be recorded again.
+        """
+        self._resuming = True
+        if step is not None:
+            self.experiment.cut(step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy goes on in the same file: what waits is written, and the copy keeps what is there.
+        if self._experiment is not None:
+            self._experiment.save()
+        return {**self.__dict__, "_experiment": None, "_resuming": self._resuming or self._experiment is not None}

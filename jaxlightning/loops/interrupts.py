@@ -1,0 +1,153 @@
+"""The frame around every run: what happens on an exception, on Ctrl-C and on a request to terminate."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jaxlightning.loops.call import call_callback_hooks, call_lightning_datamodule_hook
+from jaxlightning.utilities.exceptions import SIGTERMException
+from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from jaxlightning.utilities.states import TrainerFn, TrainerStatus
+
+if TYPE_CHECKING:
+    from jaxlightning.trainer import Trainer
+
+_log = logging.getLogger("jaxlightning")
+
+
+def call_and_handle_interrupt(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `function`; on any exception tell the users' hooks, flush the loggers, tear down, and let it out.
+
+    Args:
+        trainer: The trainer.
+        function: The implementation of one of the four verbs.
+        *args: Handed on.
+        **kwargs: Handed on.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        SystemExit: With code 1, in place of a KeyboardInterrupt.
+    """
+    try:
+        return function(*args, **kwargs)
+    except KeyboardInterrupt as exception:
+        rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
+        _shut_down(trainer, exception)
+        sys.exit(1)
+    except BaseException as exception:
+        _shut_down(trainer, exception)
+        # The teardown may still ask which stage failed.
+        trainer.state.stage = None
+        raise
+
+
+def _shut_down(trainer: Trainer, exception: BaseException) -> None:
+    """Run everything that a failed run owes, each part even when another one fails; the first error stays the one."""
+    trainer.state.status = TrainerStatus.INTERRUPTED
+    # Pending log values belong to steps that did finish.
+    parts: list[tuple[str, Callable[[], Any]]] = [("flushing the metrics", trainer._logger_connector.flush)]
+    if isinstance(exception, SIGTERMException):
+        parts.append(("saving interrupted.ckpt", lambda: _save_interrupted(trainer)))
+    parts.append(("on_exception of the callbacks", lambda: call_callback_hooks(trainer, "on_exception", exception)))
+    if trainer.datamodule is not None:
+        parts.append(
+            ("on_exception of the datamodule", lambda: call_lightning_datamodule_hook(trainer, "on_exception", exception))
+        )
+    parts += [
+        (f"finalize of {type(each).__name__}", lambda each=each: each.finalize("failed")) for each in trainer.loggers
+    ]
+    parts.append(("teardown", trainer._teardown))
+    for name, part in parts:
+        try:
+            part()
+        except Exception as error:
+            exception.add_note(f"While shutting down, {name} failed as well: {type(error).__name__}: {error}")
+            _log.warning("While shutting down after %s, %s failed: %r", type(exception).__name__, name, error)
+
+
+def _save_interrupted(trainer: Trainer) -> None:
+    """Write the one checkpoint that a SIGTERM leaves, beside those of the first Checkpoint callback."""
+    callback = trainer.checkpoint_callback
+    directory = getattr(callback, "dirpath", None)
+    if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run or not directory:
+        return
+    trainer.save_checkpoint(os.path.join(directory, "interrupted.ckpt"))
+
+
+class SignalConnector:
+    """Turns SIGINT and SIGTERM into flags that the loops look at between two batches.
+
+    A step donates its state; an exception thrown in the middle of one could leave none. So the first signal only asks
+    to stop, and a second Ctrl-C raises where the program stands.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.received_sigterm = False
+        self.received_sigint = False
+        self.pending = False
+        self._previous: dict[int, Any] = {}
+
+    def register(self) -> None:
+        """Install the handlers; only in the main thread, and beside handlers that the user installed."""
+        self.received_sigterm = self.received_sigint = self.pending = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._install(signal.SIGTERM, self._on_sigterm)
+        # A handler of the user's own for Ctrl-C is the user's decision.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._install(signal.SIGINT, self._on_sigint)
+
+    def _install(self, number: int, handler: Callable[[int, Any], None]) -> None:
+        previous = signal.getsignal(number)
+        if previous is None:  # installed by C code, Python could not put it back
+            return
+        self._previous[number] = previous
+        signal.signal(number, handler)
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        rank_zero_info(f"Received SIGTERM: {number}. The step that is running will finish.")
+        self.received_sigterm = self.pending = True
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)
+
+    def _on_sigint(self, number: int, frame: Any) -> None:
+        if self.received_sigint:
+            raise KeyboardInterrupt
+        self.received_sigint = self.pending = True
+        rank_zero_warn(
+            "Ctrl-C: the step that is running finishes and what is due is saved. Press Ctrl-C again to stop at once."
+        )
+
+    def check(self) -> None:
+        """Raise what a received signal asks for; the loops call it between batches when `pending` is set.
+
+        Raises:
+            SIGTERMException: After SIGTERM; the process ends with code 143.
+            KeyboardInterrupt: After Ctrl-C.
+        """
+        if self.received_sigterm:
+            self.pending = False
+            raise SIGTERMException
+        if self.received_sigint:
+            self.pending = False
+            raise KeyboardInterrupt
+
+    def teardown(self) -> None:
+        """Put back the handlers that were there before."""
+        for number, handler in self._previous.items():
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(number, handler)
+        self._previous.clear()

@@ -1,0 +1,338 @@
+"""What was logged in one stage: entries from host hooks and from compiled steps, merged under one order of keys.
+
+The device side stays where it is: of each compiled variant (plan) the latest vector of step values is remembered, and
+the epoch reductions live in the engine's accumulators until somebody asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxlightning.compile.log_plan import LogKey, LogMeta, LogPlan
+from jaxlightning.metrics._host_value import HostValue
+from jaxlightning.metrics._refs import Ref, Snapshot, fetch, resolve, to_scalar
+from jaxlightning.utilities.exceptions import MisconfigurationException
+
+__all__ = ["Entry", "Items", "ResultCollection", "StepValues"]
+
+
+class StepValues(Protocol):
+    """What a compiled step hands over: which keys it logged, and their values in one vector."""
+
+    plan: LogPlan
+    values: Any
+
+
+@dataclass(slots=True)
+class Entry:
+    """One logged key of a stage.
+
+    Attributes:
+        meta: The options of its first call.
+        active: Whether something was logged since the last reset.
+        slot: Its place in the packed vectors, None if no compiled step logged it since the last reset.
+        host: What host code logged under it, or None.
+        host_calls: How often host code logged it in this run.
+    """
+
+    meta: LogMeta
+    active: bool = False
+    slot: int | None = None
+    host: HostValue | None = None
+    host_calls: int = 0
+
+    def names(self, on_step: bool) -> tuple[str, str]:
+        """The key as the user gave it and as the loggers see it, both with the dataloader suffix where there is one."""
+        meta = self.meta
+        forked = f"_{'step' if on_step else 'epoch'}" if meta.on_step and meta.on_epoch else ""
+        suffix = ""
+        if meta.add_dataloader_idx and meta.dataloader_idx is not None:
+            suffix = f"/dataloader_idx_{meta.dataloader_idx}"
+        return f"{meta.name}{suffix}", f"{meta.name}{forked}{suffix}"
+
+
+@dataclass(slots=True)
+class Items:
+    """The three views of what is logged at a moment; values are numbers or `Ref`s.
+
+    Attributes:
+        callback: For callbacks (`trainer.callback_metrics`).
+        log: For loggers.
+        bar: For the progress bar.
+        versions: For every name in `callback` what tells this measurement from the next.
+    """
+
+    callback: dict[str, Any] = field(default_factory=dict)
+    log: dict[str, Any] = field(default_factory=dict)
+    bar: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+
+
+class ResultCollection:
+    """Everything logged in one stage since its last reset.
+
+    Args:
+        stage: `"train"`, `"validate"`, `"test"` or `"sanity_check"`.
+        read_accumulators: Reads the engine's accumulators of the stage, shape [2, capacity]; one device read.
+        reset_accumulators: Puts them back to their neutral values.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        read_accumulators: Callable[[str], np.ndarray[Any, Any]],
+        reset_accumulators: Callable[[str], None],
+    ) -> None:
+        self.stage = stage
+        self.training = stage == "train"
+        self.batch: Any = None
+        self.batch_size: int | None = None
+        self.dataloader_idx: int | None = None
+        # None: between epochs (epoch values count), True: the first batch, False: a later one (step values count).
+        self.first_batch: bool | None = None
+        # Whether some active key has step values for the loggers, so that a batch without any costs nothing.
+        self.step_log = False
+        # Whether step values came that nobody has put into the three dictionaries.
+        self._fresh = False
+        self._entries: dict[LogKey, Entry] = {}
+        self._plan: LogPlan | None = None
+        self._values: Any = None
+        self._snapshot: Snapshot | None = None
+        # Steps of the run so far: with it a step value tells whether it is a new one.
+        self._steps = 0
+        self._older: dict[int, tuple[LogPlan, Snapshot, int]] = {}
+        self._plans: dict[int, LogPlan] = {}
+        self._accumulators: np.ndarray[Any, Any] | None = None
+        self._read_accumulators = read_accumulators
+        self._reset_accumulators = reset_accumulators
+
+    # --- Logging ---
+
+    def register(self, meta: LogMeta) -> Entry:
+        """The entry of a key; made at its first call.
+
+        Raises:
+            MisconfigurationException: If the key was logged before with other options.
+        """
+        key = (meta.fx, meta.name, meta.dataloader_idx if meta.add_dataloader_idx else None)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = Entry(meta)
+        elif entry.meta is not meta and entry.meta != meta:
+            changed = {
+                word: (getattr(entry.meta, word), getattr(meta, word))
+                for word in meta.__dataclass_fields__
+                if getattr(entry.meta, word) != getattr(meta, word)
+            }
+            listed = ", ".join(f"{word} was {old!r} and is {new!r}" for word, (old, new) in changed.items())
+            raise MisconfigurationException(
+                f"You called `self.log({meta.name}, ...)` twice in `{meta.fx}` with different arguments. "
+                f"This is not allowed: {listed}. Use another name for one of them."
+            )
+        return entry
+
+    def log_host(self, meta: LogMeta, value: Any, weight: Any) -> None:
+        """Log a value from a hook that runs on the host."""
+        entry = self.register(meta)
+        if entry.host is None:
+            entry.host = HostValue(meta.reduce_fx)
+        entry.host.update(value, weight, on_epoch=meta.on_epoch)
+        entry.host_calls += 1
+        self._fresh = True
+        self._activate(entry)
+
+    def on_step_output(self, out: StepValues) -> None:
+        """Take the output of a compiled step: a few attributes, whatever the number of keys."""
+        if out.plan is not self._plan:
+            self._switch_plan(out.plan)
+        self._steps += 1
+        self._fresh = True
+        self._values = out.values
+        self._snapshot = self._accumulators = None
+
+    def _switch_plan(self, plan: LogPlan) -> None:
+        if self._plan is not None:
+            self._older.pop(id(self._plan), None)
+            self._older[id(self._plan)] = (self._plan, self._snapshot or Snapshot(self._values), self._steps)
+        self._older.pop(id(plan), None)
+        self._plan = plan
+        if id(plan) in self._plans:
+            return
+        self._plans[id(plan)] = plan  # held, so that its id stays its own
+        for meta, slot in zip(plan.metas, plan.slots, strict=True):
+            entry = self.register(meta)
+            entry.slot = slot
+            self._activate(entry)
+
+    def _activate(self, entry: Entry) -> None:
+        entry.active = True
+        self.step_log = self.step_log or (entry.meta.on_step and entry.meta.logger)
+
+    # --- Reading ---
+
+    def has_name(self, name: str) -> bool:
+        """Whether some key of the stage is known to callbacks by this name."""
+        return any(name in entry.names(on_step) for entry in self._entries.values() for on_step in (True, False))
+
+    def items(self) -> Items:
+        """What is logged at this moment: step values while batches run, epoch values between epochs."""
+        return self._epoch_items() if self.first_batch is None else self.step_items()
+
+    def step_items(self) -> Items:
+        """The latest step values; nothing is fetched."""
+        items = Items()
+        places = self._places()
+        for entry in self._visible():
+            if not entry.meta.on_step:
+                continue
+            value, step = places.get(entry.slot, (None, 0)) if entry.slot is not None else (None, 0)
+            if value is None and entry.host is not None:
+                value = entry.host.step_value()
+            if value is not None:
+                self._put(items, entry, value, step, on_step=True)
+        return items
+
+    def new_step_items(self) -> Items:
+        """The latest step values if they were not taken before, else nothing; nothing is fetched."""
+        fresh, self._fresh = self._fresh, False
+        return self.step_items() if fresh else Items()
+
+    def _epoch_items(self) -> Items:
+        """The epoch reductions; fetched with one read, and one more if host hooks logged device arrays."""
+        entries = [entry for entry in self._visible() if entry.meta.on_epoch]
+        fetch(snapshot for entry in entries if entry.host is not None for snapshot in entry.host.snapshots())
+        items = Items()
+        for entry in entries:
+            value = _reduced(entry.meta.reduce_fx, list(self._rows(entry)))
+            if value is not None:
+                self._put(items, entry, value, self._steps, on_step=False)
+        return items
+
+    def _rows(self, entry: Entry) -> Iterator[tuple[Any, Any]]:
+        if entry.slot is not None:
+            if self._accumulators is None:
+                self._accumulators = np.asarray(self._read_accumulators(self.stage))
+            yield self._accumulators[0, entry.slot], self._accumulators[1, entry.slot]
+        if entry.host is not None and entry.host.total is not None:
+            yield entry.host.row()
+
+    def _put(self, items: Items, entry: Entry, value: Any, step: int, *, on_step: bool) -> None:
+        meta = entry.meta
+        name, forked = entry.names(on_step)
+        if meta.logger:
+            items.log[forked] = value
+        # Step values of an evaluation are no metric of the model: only its epoch values reach callbacks.
+        if self.training or not on_step:
+            items.callback[name] = value
+            items.callback[forked] = value
+            version = (self.stage, meta.key, on_step, entry.host_calls, 0 if entry.slot is None else step)
+            items.versions[name] = items.versions[forked] = version
+        if meta.prog_bar:
+            items.bar[forked] = value
+
+    def _visible(self) -> Iterator[Entry]:
+        current = self.dataloader_idx
+        return (entry for entry in self._entries.values() if entry.active and entry.meta.dataloader_idx == current)
+
+    def _places(self) -> dict[int, tuple[Ref, int]]:
+        """For every slot its latest step value and that step, over all variants that ran since the last reset."""
+        places: dict[int, tuple[Ref, int]] = {}
+        for plan, snapshot, step in self._older.values():
+            places.update((slot, (Ref(snapshot, slot), step)) for slot in plan.slots)
+        latest = self.latest()
+        if self._plan is not None and latest is not None:
+            places.update((slot, (Ref(latest, slot), self._steps)) for slot in self._plan.slots)
+        return places
+
+    def latest(self) -> Snapshot | None:
+        """The values of the last step, or None."""
+        if self._snapshot is None and self._values is not None:
+            self._snapshot = Snapshot(self._values)
+        return self._snapshot
+
+    # --- Checkpoints ---
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What was logged since the last reset, as plain values: for each key its options, reduction and step value."""
+        entries = [entry for entry in self._entries.values() if entry.active]
+        places = self._places()
+        steps = resolve(
+            places[entry.slot][0] if entry.slot in places else entry.host.step_value() if entry.host else None
+            for entry in entries
+        )
+        fetch(snapshot for entry in entries if entry.host is not None for snapshot in entry.host.snapshots())
+        saved = []
+        for entry, step in zip(entries, steps, strict=True):
+            rows = list(self._rows(entry)) if entry.meta.on_epoch else []
+            total, weight = _combined(entry.meta.reduce_fx, rows)
+            saved.append(
+                {
+                    "meta": dataclasses.asdict(entry.meta),
+                    "total": to_scalar(total),
+                    "weight": to_scalar(weight),
+                    "step": to_scalar(step) if entry.meta.on_step else None,
+                }
+            )
+        return saved
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Continue from what `state_dict` gave: it counts as logged by the host, the device adds to it."""
+        self.reset()
+        for saved in state:
+            entry = self.register(LogMeta(**saved["meta"]))
+            entry.host = HostValue.restored(entry.meta.reduce_fx, saved["total"], saved["weight"], saved["step"])
+            self._activate(entry)
+        self._fresh = bool(state)
+        self.first_batch = False if state else None
+
+    # --- Moments ---
+
+    def start_batch(self, batch: Any, dataloader_idx: int | None) -> None:
+        """A batch begins: from now on step values count."""
+        self.first_batch = self.first_batch is None
+        self.batch = batch
+        self.batch_size = None
+        self.dataloader_idx = dataloader_idx
+
+    def reset(self) -> None:
+        """Forget all values; the options of known keys and their order stay."""
+        for entry in self._entries.values():
+            entry.active = False
+            entry.slot = None
+            if entry.host is not None:
+                entry.host.reset()
+        if self._plan is not None:
+            self._reset_accumulators(self.stage)
+        self.step_log = self._fresh = False
+        self.first_batch = None
+        self.batch = self.batch_size = self.dataloader_idx = None
+        self._plan = self._values = self._snapshot = self._accumulators = None
+        self._older.clear()
+        self._plans.clear()
+
+
+def _combined(reduction: str, rows: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """One `(total, weight)` from those of device and host; `(None, 0)` if there are none."""
+    if not rows:
+        return None, 0
+    total, weight = rows[0]
+    for other, more in rows[1:]:
+        weight = weight + more
+        if reduction in ("mean", "sum"):
+            total = total + other
+        else:
+            total = (np.minimum if reduction == "min" else np.maximum)(total, other)
+    return total, weight
+
+
+def _reduced(reduction: str, rows: list[tuple[Any, Any]]) -> Any:
+    total, weight = _combined(reduction, rows)
+    if total is None or reduction != "mean":
+        return total
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.divide(total, weight, dtype=total.dtype if isinstance(total, np.generic) else None)

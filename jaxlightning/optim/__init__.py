@@ -1,0 +1,29 @@
+"""Optimizers and schedules: torch's names over optax, and everything that `configure_optimizers` may return."""
+
+from jaxlightning.optim import lr_scheduler as lr_scheduler
+from jaxlightning.optim._clip import clip_gradients as clip_gradients
+from jaxlightning.optim._config import LRSchedulerConfig as LRSchedulerConfig
+from jaxlightning.optim._config import OptimizerSetup as OptimizerSetup
+from jaxlightning.optim._configure import parse_optimizers as parse_optimizers
+from jaxlightning.optim._grad_norm import grad_norm as grad_norm
+from jaxlightning.optim._groups import check_ownership as check_ownership
+from jaxlightning.optim._groups import find_ownership as find_ownership
+from jaxlightning.optim._handle import OptimizerHandle as OptimizerHandle
+from jaxlightning.optim._optax_handle import OptaxOptimizer as OptaxOptimizer
+from jaxlightning.optim._optimizer import Optimizer as Optimizer
+from jaxlightning.optim._schedules import lr_schedule as lr_schedule
+from jaxlightning.optim.adadelta import Adadelta as Adadelta
+from jaxlightning.optim.adafactor import Adafactor as Adafactor
+from jaxlightning.optim.adagrad import Adagrad as Adagrad
+from jaxlightning.optim.adam import Adam as Adam
+from jaxlightning.optim.adam import AdamW as AdamW
+from jaxlightning.optim.adamax import Adamax as Adamax
+from jaxlightning.optim.asgd import ASGD as ASGD
+from jaxlightning.optim.lbfgs import LBFGS as LBFGS
+from jaxlightning.optim.muon import Muon as Muon
+from jaxlightning.optim.nadam import NAdam as NAdam
+from jaxlightning.optim.radam import RAdam as RAdam
+from jaxlightning.optim.rmsprop import RMSprop as RMSprop
+from jaxlightning.optim.rprop import Rprop as Rprop
+from jaxlightning.optim.sgd import SGD as SGD
+from jaxlightning.optim.sparse_adam import SparseAdam as SparseAdam

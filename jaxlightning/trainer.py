@@ -1,0 +1,520 @@
+"""`Trainer`: its flags and the four verbs.
+
+Who owns what: `trainer_flags` knows what a flag may be, `trainer_devices` resolves devices when something runs,
+`trainer_callbacks` completes the list of callbacks, `trainer_run` is the order of a run, `trainer_properties` answers
+questions, and `loops/` does the work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+from jaxlightning.checkpoint import CheckpointConnector
+from jaxlightning.loggers import DummyLogger, configure_loggers
+from jaxlightning.loops.call import HookTable
+from jaxlightning.loops.checks import check_model
+from jaxlightning.loops.data_connector import DataConnector, is_datamodule
+from jaxlightning.loops.evaluation_loop import EvaluationLoop
+from jaxlightning.loops.fit_loop import FitLoop
+from jaxlightning.loops.interrupts import SignalConnector, call_and_handle_interrupt
+from jaxlightning.loops.prediction_loop import PredictionLoop
+from jaxlightning.metrics import LoggerConnector
+from jaxlightning.profilers import PassThroughProfiler
+from jaxlightning.profilers._select import select_profiler
+from jaxlightning.trainer_callbacks import default_root, make_callbacks
+from jaxlightning.trainer_devices import DeviceFlags
+from jaxlightning.trainer_flags import (
+    batch_limit,
+    canonical_precision,
+    check_barebones,
+    check_clipping,
+    check_unbuilt,
+    defaults_from_env,
+    set_normal_defaults,
+    time_interval_seconds,
+)
+from jaxlightning.trainer_properties import TrainerProperties
+from jaxlightning.trainer_run import run, seed_from
+from jaxlightning.utilities.exceptions import MisconfigurationException
+from jaxlightning.utilities.rank_zero import rank_zero_info
+from jaxlightning.utilities.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from jaxlightning.utilities.warnings import WarningCache
+
+
+class Trainer(TrainerProperties):
+    """Runs a module: `fit`, `validate`, `test` and `predict`.
+
+    Every flag may also come from the environment as `PL_TRAINER_<FLAG>`; an explicit argument wins. Making a Trainer
+    starts no JAX backend. A value of a flag that is not built yet raises.
+
+    Args:
+        accelerator: "auto", "cpu", "gpu", "cuda" or "tpu".
+        strategy: "auto", "ddp", or a `jaxlightning.parallel.Strategy`.
+        devices: A number, a list of indices, or "auto": one on a CPU, all local ones on an accelerator.
+        num_nodes: Number of hosts.
+        precision: "32-true"; others are not built yet.
+        logger: True for TensorBoard, False for none, a logger or several.
+        callbacks: A callback or a list of them.
+        fast_dev_run: Run n batches of everything (True is 1), without loggers and checkpoints.
+        max_epochs: The most epochs; -1 for no limit. Without any limit 1000.
+        min_epochs: The fewest epochs before an early stop.
+        max_steps: The most optimizer steps; -1 for no limit.
+        min_steps: The fewest optimizer steps before an early stop.
+        max_time: The most time, as "DD:HH:MM:SS", a timedelta or its arguments.
+        limit_train_batches: Batches per epoch (int) or their fraction (float).
+        limit_val_batches: The same for each validation loader.
+        limit_test_batches: The same for each test loader.
+        limit_predict_batches: The same for each prediction loader.
+        overfit_batches: Train and validate on the same few batches, without shuffling.
+        val_check_interval: Validate after this many batches (int), at this fraction of the epoch (float), or after this
+            much time.
+        check_val_every_n_epoch: Validate only in every n-th epoch; None to count batches over epochs.
+        num_sanity_val_steps: Validation batches before training; -1 for all.
+        log_every_n_steps: Send step metrics to the loggers after every n-th optimizer step.
+        enable_checkpointing: Whether to save a checkpoint per epoch by default.
+        enable_progress_bar: Whether to show a progress bar by default.
+        enable_model_summary: Whether to print a summary by default.
+        accumulate_grad_batches: Batches per optimizer step.
+        gradient_clip_val: Clip gradients at this norm or value.
+        gradient_clip_algorithm: "norm" or "value".
+        deterministic: Accepted with a note.
+        benchmark: Accepted with a note.
+        inference_mode: Accepted with a note.
+        use_distributed_sampler: Accepted with a note.
+        profiler: "simple", "advanced", "jax", or a profiler.
+        detect_anomaly: Raise at the first loss or gradient that is not finite; one device read per step.
+        barebones: Switch off everything that costs time besides training.
+        plugins: Not built yet.
+        sync_batchnorm: Accepted with a note.
+        reload_dataloaders_every_n_epochs: Request the loaders anew every n epochs.
+        default_root_dir: Where everything goes that has no place of its own; the working directory by default.
+        enable_autolog_hparams: Whether to log hyper-parameters when a run starts.
+        model_registry: Not built yet.
+        jit: Compile the steps; False runs them eagerly, so that a breakpoint shows numbers.
+        channels_last: Turn NCHW image leaves of batches into NHWC.
+        log_compiles: Report every compilation at INFO.
+        seed: Seed of parameters and random keys; that of `seed_everything` by default, else 0.
+
+    Attributes:
+        state: Status, verb and stage of the run; also `params`, `opt_state`, `variables` and `step`.
+        should_stop: Set it to end training after the current batch.
+        callbacks: The callbacks in the order in which they run.
+
+    Raises:
+        MisconfigurationException: For a value that makes no sense.
+        NotImplementedError: For a value that is not built yet.
+        ValueError: For an unknown name.
+        TypeError: For an unknown flag.
+    """
+
+    @defaults_from_env
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        strategy: Any = "auto",
+        devices: list[int] | str | int = "auto",
+        num_nodes: int = 1,
+        precision: str | int | None = None,
+        logger: Any | Iterable[Any] | bool | None = None,
+        callbacks: list[Any] | Any | None = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Any | str | None = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
+        jit: bool = True,
+        channels_last: bool = False,
+        log_compiles: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        flags = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.barebones = barebones
+        if barebones:
+            check_barebones(flags)
+        else:
+            set_normal_defaults(flags)
+        check_unbuilt(flags)
+        self._device_flags = DeviceFlags(accelerator, strategy, devices, num_nodes)
+        self.precision = canonical_precision(precision)
+        self._default_root_dir = default_root(default_root_dir)
+        self._jit, self.channels_last, self._log_compiles = jit, channels_last, log_compiles
+        self._seed_flag = seed
+        self._module: Any = None
+        self._engine: Any = None
+        self._optimizers: list[Any] = []
+        self._lr_scheduler_configs: list[Any] = []
+        self._plateau_seen: dict[int, Any] = {}
+        self._warnings = WarningCache()
+        self.datamodule: Any = None
+        self.should_stop = False
+        self.state = TrainerState()
+
+        self._hooks = HookTable(self)
+        self._data_connector = DataConnector(self)
+        self._logger_connector = LoggerConnector(self)
+        self._checkpoint_connector = CheckpointConnector(self)
+        self._signal_connector = SignalConnector(self)
+
+        self.fit_loop = FitLoop(self, min_epochs, max_epochs, min_steps, max_steps)
+        self.validate_loop = EvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING)
+        self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
+        self.predict_loop = PredictionLoop(self)
+        self.accumulate_grad_batches = accumulate_grad_batches
+
+        self.callbacks: list[Any] = make_callbacks(
+            callbacks,
+            enable_checkpointing=flags["enable_checkpointing"],
+            enable_progress_bar=flags["enable_progress_bar"],
+            enable_model_summary=flags["enable_model_summary"],
+            max_time=max_time,
+        )
+        self._check_data_flags(val_check_interval, check_val_every_n_epoch, reload_dataloaders_every_n_epochs)
+        self.gradient_clip_algorithm = check_clipping(gradient_clip_val, gradient_clip_algorithm)
+        self.gradient_clip_val = gradient_clip_val
+        if flags["detect_anomaly"]:
+            rank_zero_info(
+                "You have turned on `Trainer(detect_anomaly=True)`. This will significantly slow down compute speed and"
+                " is recommended only for model debugging."
+            )
+        self._detect_anomaly = bool(flags["detect_anomaly"])
+        self.profiler = select_profiler(flags["profiler"])
+        self._loggers = configure_loggers(flags["logger"], self.default_root_dir)
+        self.log_every_n_steps = int(flags["log_every_n_steps"])
+        self.enable_autolog_hparams = enable_autolog_hparams
+        self._set_debugging_flags(flags)
+
+    def _check_data_flags(self, val_check_interval: Any, check_val_every_n_epoch: Any, reload_every: Any) -> None:
+        if check_val_every_n_epoch is not None and not isinstance(check_val_every_n_epoch, int):
+            raise MisconfigurationException(
+                f"`check_val_every_n_epoch` should be an integer, found {check_val_every_n_epoch!r}."
+            )
+        if check_val_every_n_epoch is None and isinstance(val_check_interval, float):
+            raise MisconfigurationException(
+                "`val_check_interval` should be an integer or a time-based duration (str 'DD:HH:MM:SS',"
+                " datetime.timedelta, or dict kwargs for timedelta) when `check_val_every_n_epoch=None`."
+            )
+        if not isinstance(reload_every, int) or isinstance(reload_every, bool) or reload_every < 0:
+            raise MisconfigurationException(
+                f"`reload_dataloaders_every_n_epochs` should be an int >= 0, got {reload_every}."
+            )
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        self.reload_dataloaders_every_n_epochs = reload_every
+
+    def _set_debugging_flags(self, flags: dict[str, Any]) -> None:
+        """Set limits and intervals; `fast_dev_run` and `overfit_batches` override them."""
+        fast = flags["fast_dev_run"]
+        if isinstance(fast, int) and fast < 0:
+            raise MisconfigurationException(
+                f"fast_dev_run={fast!r} is not a valid configuration. It should be >= 0."
+            )
+        self.fast_dev_run: int | bool = True if fast == 1 else fast
+        self.overfit_batches = batch_limit(flags["overfit_batches"], "overfit_batches")
+        self.val_check_batch: int | float | None = None
+        self._val_check_time_interval: float | None = None
+        self._last_val_time = 0.0
+        self.val_check_interval: int | float = 1.0
+        kinds = ("train", "val", "test", "predict")
+        if fast:
+            limits: dict[str, int | float] = dict.fromkeys(kinds, int(fast))
+            self.fit_loop.epoch_loop.max_steps = int(fast)
+            self.fit_loop.max_epochs = 1
+            self.num_sanity_val_steps: int | float = 0
+            self.check_val_every_n_epoch = 1
+            self._loggers = [DummyLogger()] if self._loggers else []
+            rank_zero_info(
+                f"Running in `fast_dev_run` mode: will run the requested loop using {int(fast)} batch(es)."
+                " Logging and checkpointing is suppressed."
+            )
+        else:
+            limits = {kind: batch_limit(flags[f"limit_{kind}_batches"], f"limit_{kind}_batches") for kind in kinds}
+            sanity = flags["num_sanity_val_steps"]
+            self.num_sanity_val_steps = float("inf") if sanity == -1 else sanity
+            interval = flags["val_check_interval"]
+            if isinstance(interval, (str, dict, timedelta)):
+                self._val_check_time_interval = time_interval_seconds(interval)
+            else:
+                self.val_check_interval = batch_limit(interval, "val_check_interval")
+                if self.val_check_interval == 0:
+                    raise MisconfigurationException(
+                        f"`Trainer(val_check_interval={interval!r})` would validate after every 0 batches. Use"
+                        " `limit_val_batches=0` to switch validation off, or an interval of at least 1 batch."
+                    )
+        if self.overfit_batches > 0:
+            limits["train"] = limits["val"] = self.overfit_batches
+        self.limit_train_batches, self.limit_val_batches = limits["train"], limits["val"]
+        self.limit_test_batches, self.limit_predict_batches = limits["test"], limits["predict"]
+
+    # --- the four verbs
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train a module.
+
+        Args:
+            model: The module.
+            train_dataloaders: A loader or a collection of loaders, or a datamodule.
+            val_dataloaders: A loader or a collection of loaders.
+            datamodule: A datamodule, in place of loaders.
+            ckpt_path: A checkpoint to continue from: a path, "last", "best" or "hpc".
+            weights_only: Accepted for Lightning's sake; nothing is ever unpickled.
+
+        Raises:
+            TypeError: When `model` is not a module of ours.
+            MisconfigurationException: When something that a fit needs is missing.
+        """
+        check_model(model, TrainerFn.FITTING)
+        if is_datamodule(train_dataloaders):
+            train_dataloaders, datamodule = None, train_dataloaders
+        if (train_dataloaders is not None or val_dataloaders is not None) and datamodule is not None:
+            raise MisconfigurationException(
+                "You cannot pass `train_dataloader` or `val_dataloaders` to `trainer.fit(datamodule=...)`"
+            )
+        self.should_stop = False
+        data = {"train": train_dataloaders, "val": val_dataloaders}
+        self._start(TrainerFn.FITTING, RunningStage.TRAINING, model, data, datamodule, ckpt_path, weights_only)
+
+    def validate(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Evaluate a module on validation data.
+
+        Args:
+            model: The module; that of the last run by default.
+            dataloaders: A loader or a collection of loaders, or a datamodule.
+            ckpt_path: A checkpoint to load first: a path, "best" or "last". Without a model the best one is loaded.
+            verbose: Whether to print the results.
+            datamodule: A datamodule, in place of loaders.
+            weights_only: Accepted for Lightning's sake.
+
+        Returns:
+            One dictionary of metrics per loader.
+        """
+        self.validate_loop.verbose = verbose
+        result: list[dict[str, float]] = self._evaluate(
+            TrainerFn.VALIDATING, RunningStage.VALIDATING, "val", model, dataloaders, ckpt_path, datamodule, weights_only
+        )
+        return result
+
+    def test(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Evaluate a module on test data.
+
+        Args:
+            model: The module; that of the last run by default.
+            dataloaders: A loader or a collection of loaders, or a datamodule.
+            ckpt_path: A checkpoint to load first: a path, "best" or "last". Without a model the best one is loaded.
+            verbose: Whether to print the results.
+            datamodule: A datamodule, in place of loaders.
+            weights_only: Accepted for Lightning's sake.
+
+        Returns:
+            One dictionary of metrics per loader.
+        """
+        self.test_loop.verbose = verbose
+        result: list[dict[str, float]] = self._evaluate(
+            TrainerFn.TESTING, RunningStage.TESTING, "test", model, dataloaders, ckpt_path, datamodule, weights_only
+        )
+        return result
+
+    def predict(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | None:
+        """Run a module's `predict_step` on data.
+
+        Args:
+            model: The module; that of the last run by default.
+            dataloaders: A loader or a collection of loaders, or a datamodule.
+            datamodule: A datamodule, in place of loaders.
+            return_predictions: Whether to keep and return the predictions; True by default.
+            ckpt_path: A checkpoint to load first: a path, "best" or "last". Without a model the best one is loaded.
+            weights_only: Accepted for Lightning's sake.
+
+        Returns:
+            The predictions per batch, on the host; per loader and batch with several loaders; None when not wanted.
+        """
+        self.predict_loop.return_predictions = True if return_predictions is None else return_predictions
+        result: list[Any] | None = self._evaluate(
+            TrainerFn.PREDICTING,
+            RunningStage.PREDICTING,
+            "predict",
+            model,
+            dataloaders,
+            ckpt_path,
+            datamodule,
+            weights_only,
+        )
+        return result
+
+    def _evaluate(
+        self,
+        fn: TrainerFn,
+        stage: RunningStage,
+        kind: str,
+        model: Any,
+        dataloaders: Any,
+        ckpt_path: Any,
+        datamodule: Any,
+        weights_only: bool | None,
+    ) -> Any:
+        if model is not None:
+            check_model(model, fn)
+        elif self._module is None:
+            raise TypeError(
+                f"`Trainer.{fn.value}()` requires a `LightningModule` when it hasn't been passed in a previous run"
+            )
+        if is_datamodule(dataloaders):
+            dataloaders, datamodule = None, dataloaders
+        if dataloaders is not None and datamodule is not None:
+            raise MisconfigurationException(
+                f"You cannot pass both `trainer.{fn.value}(dataloaders=..., datamodule=...)`"
+            )
+        return self._start(fn, stage, model, {kind: dataloaders}, datamodule, ckpt_path, weights_only)
+
+    def _start(
+        self,
+        fn: TrainerFn,
+        stage: RunningStage,
+        model: Any,
+        data: dict[str, Any],
+        datamodule: Any,
+        ckpt_path: Any,
+        weights_only: bool | None,
+    ) -> Any:
+        """Enter a verb: set the state, link model and data, find the checkpoint, run."""
+        connected = self._module is not None
+        self._module = self._module if model is None else model
+        self.state.fn, self.state.status, self.state.stage = fn, TrainerStatus.RUNNING, stage
+
+        def implementation() -> Any:
+            self._data_connector.attach_data(self._module, **data, datamodule=datamodule)
+            path = self._checkpoint_connector.resolve_ckpt_path(
+                fn, ckpt_path, model_provided=model is not None, model_connected=connected
+            )
+            return run(self, self._module, path, weights_only)
+
+        return call_and_handle_interrupt(self, implementation)
+
+    # --- for the parts
+
+    def _begin_run(self, model: Any) -> None:
+        """Forget what belongs to the run before."""
+        self._module = model
+        self._warnings.clear()
+        self._optimizers, self._lr_scheduler_configs = [], []
+        self._hooks.reset()
+
+    @property
+    def _active_profiler(self) -> Any:
+        """The profiler, None when it records nothing."""
+        return None if isinstance(self.profiler, PassThroughProfiler) else self.profiler
+
+    def _seed(self) -> int:
+        return seed_from(self._seed_flag)
+
+    def _teardown(self) -> None:
+        """Close what the run opened; the users' `teardown` hooks come later and only after a success."""
+        try:
+            loop = self._active_loop
+            if loop is not None:
+                loop.teardown()
+            self._logger_connector.teardown()
+            self._checkpoint_connector.wait()
+            if self._engine is not None:
+                self._engine.detach()
+        finally:
+            self._signal_connector.teardown()
+
+    # --- for users
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of every host."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)
+
+    def save_checkpoint(
+        self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint now.
+
+        Args:
+            filepath: Where to, usually ending in `.ckpt`.
+            weights_only: Leave out optimizers, schedulers and callbacks.
+            storage_options: Not built yet.
+
+        Raises:
+            AttributeError: Before a model was attached.
+            NotImplementedError: For storage options.
+        """
+        if self._module is None:
+            raise AttributeError(
+                "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
+                " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
+            )
+        if storage_options is not None:
+            raise NotImplementedError("`save_checkpoint(storage_options=...)` is not built yet.")
+        self._logger_connector.flush()
+        profiler = self._active_profiler
+        if profiler is None:
+            self._checkpoint_connector.save_checkpoint(filepath, weights_only)
+        else:
+            with profiler.profile("save_checkpoint"):
+                self._checkpoint_connector.save_checkpoint(filepath, weights_only)

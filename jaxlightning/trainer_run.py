@@ -1,0 +1,226 @@
+"""One run of the Trainer, from the first hook to the last: setting up, restoring, running a stage, tearing down.
+
+The order of these calls is what `hooks_full.json` of the conformance suite pins; do not move one without running it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from jaxlightning.loops.call import (
+    call_callback_hooks,
+    call_lightning_datamodule_hook,
+    call_lightning_module_hook,
+    is_overridden,
+)
+from jaxlightning.loops.checks import verify_loop_configuration
+from jaxlightning.trainer_callbacks import attach_model_callbacks
+from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from jaxlightning.utilities.seed import isolate_rng
+from jaxlightning.utilities.states import RunningStage, TrainerFn, TrainerStatus
+from jaxlightning.utilities.warnings import PossibleUserWarning
+
+if TYPE_CHECKING:
+    from jaxlightning.trainer import Trainer
+
+
+def run(trainer: Trainer, model: Any, ckpt_path: Any, weights_only: bool | None) -> Any:
+    """Run the verb that `trainer.state` names.
+
+    Args:
+        trainer: The trainer, with data attached.
+        model: The module.
+        ckpt_path: A checkpoint to restore, or None.
+        weights_only: Handed to the checkpoint connector.
+
+    Returns:
+        What the loop returns.
+    """
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    if fitting:
+        settle_loop_limits(trainer)
+    if trainer.barebones:
+        rank_zero_info(
+            "`Trainer(barebones=True)` started running. The progress bar is disabled so you might want to manually print"
+            " the progress in your model."
+        )
+    trainer._begin_run(model)
+    attach_model_callbacks(trainer)
+    trainer._hooks.reset()
+    verify_loop_configuration(trainer)
+    profiler = trainer._active_profiler
+    if profiler is not None:
+        local_rank = trainer.local_rank if trainer.world_size > 1 else None
+        profiler.setup(stage=str(trainer.state.fn), local_rank=local_rank, log_dir=trainer.log_dir)
+    trainer._data_connector.prepare_data()
+    _setup_hooks(trainer)
+    if is_overridden("configure_model", model):
+        call_lightning_module_hook(trainer, "configure_model")
+    attach_engine(trainer)
+    trainer._checkpoint_connector.restore_modules_and_callbacks(ckpt_path, weights_only)
+    trainer._engine.create_from_example()
+    trainer._logger_connector.begin_run(trainer.state.fn)
+    if fitting:
+        _configure_optimizers(trainer)
+        call_callback_hooks(trainer, "on_fit_start")
+        call_lightning_module_hook(trainer, "on_fit_start")
+    if trainer.enable_autolog_hparams:
+        from jaxlightning.loggers import log_hyperparams
+
+        log_hyperparams(trainer)
+    trainer._checkpoint_connector.restore_training_state()
+    trainer._checkpoint_connector.resume_end()
+    trainer._signal_connector.register()
+    results = _run_stage(trainer)
+    trainer._teardown()
+    if fitting:
+        call_callback_hooks(trainer, "on_fit_end")
+        call_lightning_module_hook(trainer, "on_fit_end")
+    _teardown_hooks(trainer)
+    trainer.state.status = TrainerStatus.FINISHED
+    trainer.state.stage = None
+    return results
+
+
+def settle_loop_limits(trainer: Trainer) -> None:
+    """Decide the epoch limits that the user left open."""
+    loop = trainer.fit_loop
+    if loop.max_epochs is None:
+        from jaxlightning.callbacks import Timer
+
+        if loop.max_steps == -1 and not any(isinstance(each, Timer) for each in trainer.callbacks):
+            rank_zero_warn(
+                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set"
+                " `max_epochs=-1`.",
+                category=PossibleUserWarning,
+            )
+            loop.max_epochs = 1000
+        else:
+            loop.max_epochs = -1
+    if loop.min_epochs is None:
+        # With 1 a stop that is asked for in `on_fit_start` is looked at again after an epoch.
+        loop.min_epochs = 0 if loop.min_steps is None else 1
+
+
+def attach_engine(trainer: Trainer) -> None:
+    """Give the module an engine for this trainer's devices; values of an earlier run move along.
+
+    Args:
+        trainer: The trainer, with its module attached and configured.
+    """
+    from jaxlightning.compile import Engine
+
+    module, strategy = trainer.lightning_module, trainer.strategy
+    before = vars(module).get("_engine")
+    seed = trainer._seed()
+    settings = (trainer._jit, trainer._detect_anomaly, trainer._log_compiles)
+    same = (
+        before is not None
+        and before is trainer._engine
+        and before.module is module
+        and before.strategy is strategy
+        and before.seed == seed
+    )
+    if same:
+        engine = before
+        engine.attach()
+    else:
+        engine = Engine(
+            module,
+            strategy=strategy,
+            jit=settings[0],
+            seed=seed,
+            detect_anomaly=settings[1],
+            log_compiles=settings[2],
+        )
+        modes = None if before is None else before.binding.modes()
+        # Until `attach` the networks still answer to the old engine, which holds the newest values.
+        sections = None if before is None or not before.params else {"params": before.params, "variables": before.variables}
+        engine.attach()
+        if sections is not None:
+            engine.load_state_dict(sections, strict=False, weights_only=True)
+        if modes:
+            engine.binding.restore_modes(modes)
+    trainer._engine = engine
+    trainer.state._engine = engine
+
+
+def _setup_hooks(trainer: Trainer) -> None:
+    # Loggers open their experiment first, so that hooks know its directory.
+    for logger in trainer.loggers:
+        _ = getattr(logger, "experiment", None)
+    fn = trainer.state.fn
+    if trainer.datamodule is not None:
+        call_lightning_datamodule_hook(trainer, "setup", stage=fn)
+    call_callback_hooks(trainer, "setup", stage=fn)
+    call_lightning_module_hook(trainer, "setup", stage=fn)
+
+
+def _configure_optimizers(trainer: Trainer) -> None:
+    from jaxlightning.optim import parse_optimizers
+
+    module = trainer.lightning_module
+    returned = call_lightning_module_hook(trainer, "configure_optimizers")
+    setup = parse_optimizers(module, returned)
+    trainer._optimizers = list(setup.optimizers)
+    trainer._lr_scheduler_configs = list(setup.schedulers)
+    trainer._plateau_seen = {}
+    if module.automatic_optimization and len(setup.optimizers) > 1:
+        raise RuntimeError(
+            "Training with multiple optimizers is only supported with manual optimization. Set"
+            " `self.automatic_optimization = False`, then access your optimizers in `training_step` with"
+            " `opt1, opt2, ... = self.optimizers()`."
+        )
+    trainer._engine.set_optimizers(trainer._optimizers)
+
+
+def _run_stage(trainer: Trainer) -> Any:
+    if trainer.evaluating:
+        return trainer._evaluation_loop.run()
+    if trainer.predicting:
+        return trainer.predict_loop.run()
+    with isolate_rng():
+        run_sanity_check(trainer)
+    trainer.fit_loop.run()
+    return None
+
+
+def run_sanity_check(trainer: Trainer) -> None:
+    """Run a few validation batches before training, so that a mistake in validation shows early."""
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    if not trainer.enable_validation or trainer.num_sanity_val_steps <= 0 or trainer.fit_loop.continues_epoch:
+        return
+    stage = trainer.state.stage
+    connector = trainer._logger_connector
+    trainer.state.stage = RunningStage.SANITY_CHECKING
+    connector.reset_results("sanity_check")
+    connector.reset_metrics()
+    call_callback_hooks(trainer, "on_sanity_check_start")
+    val_loop.run()
+    call_callback_hooks(trainer, "on_sanity_check_end")
+    connector.reset_results("sanity_check")
+    connector.reset_metrics()
+    val_loop.reset_progress()
+    trainer.state.stage = stage
+
+
+def _teardown_hooks(trainer: Trainer) -> None:
+    fn = trainer.state.fn
+    if trainer.datamodule is not None:
+        call_lightning_datamodule_hook(trainer, "teardown", stage=fn)
+    call_callback_hooks(trainer, "teardown", stage=fn)
+    call_lightning_module_hook(trainer, "teardown", stage=fn)
+    vars(trainer.lightning_module)["_current_fx_name"] = None
+    for logger in trainer.loggers:
+        logger.finalize("success")
+    if trainer._active_profiler is not None:
+        trainer._active_profiler.describe()
+
+
+def seed_from(given: int | None) -> int:
+    """Return the seed of a run: the argument, else that of `seed_everything`, else 0."""
+    if given is not None:
+        return given
+    text = os.environ.get("PL_GLOBAL_SEED", "")
+    return int(text) if text.lstrip("-").isdigit() else 0

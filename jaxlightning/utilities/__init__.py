@@ -1,0 +1,13 @@
+"""Small things that every part of the package uses."""
+
+from jaxlightning.utilities.exceptions import MisconfigurationException as MisconfigurationException
+from jaxlightning.utilities.exceptions import SIGTERMException as SIGTERMException
+from jaxlightning.utilities.parsing import AttributeDict as AttributeDict
+from jaxlightning.utilities.rank_zero import rank_zero_debug as rank_zero_debug
+from jaxlightning.utilities.rank_zero import rank_zero_deprecation as rank_zero_deprecation
+from jaxlightning.utilities.rank_zero import rank_zero_info as rank_zero_info
+from jaxlightning.utilities.rank_zero import rank_zero_only as rank_zero_only
+from jaxlightning.utilities.rank_zero import rank_zero_warn as rank_zero_warn
+from jaxlightning.utilities.seed import isolate_rng as isolate_rng
+from jaxlightning.utilities.seed import seed_everything as seed_everything
+from jaxlightning.utilities.warnings import PossibleUserWarning as PossibleUserWarning

@@ -1,0 +1,281 @@
+"""Torchvision's in-memory datasets through pointwise transforms: same bits as sample by sample, or a named reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxlightning.adapters import as_source
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch")
+pytest.importorskip("torchvision")
+
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset  # noqa: E402
+from torchvision import datasets  # noqa: E402
+from torchvision import transforms as v1  # noqa: E402
+from torchvision.transforms import v2  # noqa: E402
+
+N = 21
+
+
+def stock(name: str, transform: Any, **attributes: Any) -> Any:
+    """Make a dataset of torchvision without its files."""
+    rng = np.random.default_rng(0)
+    cls = getattr(datasets, name)
+    data = cls.__new__(cls)
+    labels = rng.integers(0, 10, N)
+    data.transform, data.target_transform = transform, None
+    if name in ("MNIST", "FashionMNIST", "KMNIST", "EMNIST", "QMNIST"):
+        data.data = torch.from_numpy(rng.integers(0, 256, (N, 28, 28), dtype=np.uint8))
+        data.targets = torch.from_numpy(labels)
+        if name == "QMNIST":
+            data.compat = True
+            data.targets = torch.stack([data.targets, data.targets * 0], dim=1)
+    elif name.startswith("CIFAR"):
+        data.data = rng.integers(0, 256, (N, 32, 32, 3), dtype=np.uint8)
+        data.targets = labels.tolist()
+    elif name == "USPS":
+        data.data = rng.integers(0, 256, (N, 16, 16), dtype=np.uint8)
+        data.targets = labels.tolist()
+    else:
+        data.data = rng.integers(0, 256, (N, 3, 24, 25), dtype=np.uint8)
+        data.labels = labels.astype(np.uint8 if name == "STL10" else np.int64)
+    for key, value in attributes.items():
+        setattr(data, key, value)
+    return data
+
+
+GRAY = {
+    "ToTensor": v1.ToTensor(),
+    "ToTensor, Normalize": v1.Compose([v1.ToTensor(), v1.Normalize((0.1307,), (0.3081,))]),
+    "nested Compose": v1.Compose([v1.Compose([v1.ToTensor()]), v1.Compose([v1.Normalize((0.5,), (0.5,))])]),
+    "PILToTensor": v1.PILToTensor(),
+    "ConvertImageDtype": v1.Compose([v1.PILToTensor(), v1.ConvertImageDtype(torch.float64)]),
+    "Grayscale(3)": v1.Compose([v1.Grayscale(3), v1.ToTensor(), v1.Normalize((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))]),
+    "v2": v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.28,), (0.35,))]),
+    "v2 bfloat16": v2.Compose([v2.ToImage(), v2.ToDtype(torch.bfloat16, scale=True), v2.ToPureTensor()]),
+    "v2 float16": v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float16, scale=True)]),
+    "v2 int64": v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.int64)]),
+}
+COLOUR = {
+    "ToTensor": v1.ToTensor(),
+    "one mean": v1.Compose([v1.ToTensor(), v1.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))]),
+    "three means": v1.Compose([v1.ToTensor(), v1.Normalize((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261))]),
+    "two alike": v1.Compose([v1.ToTensor(), v1.Normalize((0.4, 0.4, 0.3), (0.2, 0.2, 0.2))]),
+    "PILToTensor": v1.PILToTensor(),
+    "Grayscale": v1.Compose([v1.Grayscale(), v1.ToTensor()]),
+    "Grayscale(3)": v1.Compose([v1.Grayscale(3), v1.ToTensor(), v1.Normalize((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))]),
+    "v2": v2.Compose(
+        [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))]
+    ),
+    "v2 Grayscale": v2.Compose([v2.Grayscale(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]),
+}
+NAMES = {
+    **dict.fromkeys(("MNIST", "FashionMNIST", "KMNIST", "EMNIST", "QMNIST", "USPS"), GRAY),
+    **dict.fromkeys(("CIFAR10", "CIFAR100", "SVHN", "STL10"), COLOUR),
+}
+PAIRS = [(name, key) for name, table in NAMES.items() for key in table if table is COLOUR or name in ("MNIST", "USPS")]
+PAIRS += [(name, "ToTensor, Normalize") for name in ("FashionMNIST", "KMNIST", "EMNIST", "QMNIST")]
+
+
+def batches(make: Callable[[], Any], **options: Any) -> list[Any]:
+    torch.manual_seed(3)
+    source = as_source(make(), **options)
+    found = [batch for _ in range(2) for batch in source]
+    source.close()
+    return found
+
+
+def assert_equal(fast: list[Any], slow: list[Any]) -> None:
+    assert len(fast) == len(slow)
+    for one, other in zip(fast, slow, strict=True):
+        assert type(one) is type(other)
+        for left, right in zip(one, other, strict=True):
+            assert (left.dtype, left.shape) == (right.dtype, right.shape)
+            assert left.tobytes() == right.tobytes()
+            assert left.flags.c_contiguous
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("name", "transform"), PAIRS)
+def test_fast_and_slow_are_bit_equal(name: str, transform: str, channels_last: bool) -> None:
+    def make() -> Any:
+        return DataLoader(stock(name, NAMES[name][transform]), batch_size=5, shuffle=True)
+
+    assert_equal(
+        batches(make, vectorize=True, channels_last=channels_last),
+        batches(make, vectorize=False, channels_last=channels_last),
+    )
+
+
+def test_images_of_odd_size_are_bit_equal() -> None:
+    def make() -> Any:
+        images = torch.randint(0, 256, (N, 7, 9), dtype=torch.uint8)
+        return DataLoader(stock("MNIST", GRAY["ToTensor, Normalize"], data=images), batch_size=4)
+
+    assert_equal(batches(make, vectorize=True), batches(make, vectorize=False))
+
+
+def test_subsets_and_concatenations_of_images_are_bit_equal() -> None:
+    def make() -> Any:
+        data = stock("CIFAR10", COLOUR["three means"])
+        other = stock("CIFAR10", COLOUR["ToTensor"])
+        return DataLoader(ConcatDataset([Subset(data, [3, 1, 20]), other, data]), batch_size=6, shuffle=True)
+
+    assert_equal(batches(make, vectorize=True), batches(make, vectorize=False))
+
+
+def test_changes_of_the_dataset_between_and_during_passes_are_seen() -> None:
+    data = stock("MNIST", GRAY["ToTensor"])
+    source = as_source(DataLoader(data, batch_size=7), vectorize=True)
+    list(source)
+    data.targets = data.targets + 1
+    data.transform = GRAY["ToTensor, Normalize"]
+    iterator = iter(source)
+    x, y = next(iterator)
+    assert y.tolist() == data.targets[:7].tolist()
+    assert x.min() < 0
+    data.targets[7:] = 99
+    data.data[7:] = 0
+    x, y = next(iterator)
+    assert set(y.tolist()) == {99}
+    assert len(np.unique(x)) == 1
+
+
+def test_in_place_changes_of_a_tensor_dataset_are_seen() -> None:
+    labels = torch.zeros(8, dtype=torch.int64)
+    source = as_source(DataLoader(TensorDataset(labels), batch_size=4), vectorize=True)
+    iterator = iter(source)
+    (first,) = next(iterator)
+    labels += 5
+    (second,) = next(iterator)
+    assert first.tolist() == [0] * 4
+    assert second.tolist() == [5] * 4
+
+
+class Subclass(datasets.MNIST):
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image, label + 1
+
+
+def subclass() -> Any:
+    data = stock("MNIST", GRAY["ToTensor"])
+    data.__class__ = Subclass
+    return data
+
+
+def collate_own(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate(samples)
+
+
+REASONS: dict[str, tuple[Callable[[], Any], str]] = {
+    "subclass": (lambda: DataLoader(subclass()), "the dataset Subclass is neither"),
+    "random transform": (
+        lambda: DataLoader(stock("CIFAR10", v1.Compose([v1.RandomHorizontalFlip(), v1.ToTensor()]))),
+        "the transform RandomHorizontalFlip",
+    ),
+    "lambda": (lambda: DataLoader(stock("CIFAR10", v1.Compose([v1.ToTensor(), lambda x: x * 2]))), "<lambda>"),
+    "Grayscale later": (
+        lambda: DataLoader(stock("CIFAR10", v1.Compose([v1.ToTensor(), v1.Grayscale()]))),
+        "the transform Grayscale",
+    ),
+    "target_transform": (
+        lambda: DataLoader(stock("MNIST", v1.ToTensor(), target_transform=lambda y: y + 1)),
+        "target_transform of MNIST",
+    ),
+    "collate": (lambda: DataLoader(stock("MNIST", v1.ToTensor()), collate_fn=collate_own), "collate_fn collate_own"),
+    "batch_size None": (lambda: DataLoader(stock("MNIST", v1.ToTensor()), batch_size=None), "batch_size=None"),
+    "worker_init_fn": (
+        lambda: DataLoader(stock("MNIST", v1.ToTensor()), num_workers=1, worker_init_fn=print),
+        "worker_init_fn",
+    ),
+    "labels": (lambda: DataLoader(stock("CIFAR10", v1.ToTensor(), targets=[0.5] * N)), "CIFAR10.targets"),
+    "hooks": (lambda: DataLoader(stock("MNIST", hooked())), "forward hooks"),
+    "list": (lambda: DataLoader([1, 2, 3]), "the dataset list"),
+    "a transform that raises": (
+        lambda: DataLoader(stock("MNIST", v1.Compose([v1.ToTensor(), v1.Normalize((0.1, 0.2), (0.5, 0.6))]))),
+        "the transform raises RuntimeError",
+    ),
+    "mixed": (
+        lambda: DataLoader(ConcatDataset([stock("MNIST", v1.ToTensor()), stock("USPS", v1.ToTensor())])),
+        "different form",
+    ),
+}
+
+
+def hooked() -> Any:
+    step = v2.ToImage()
+    step.register_forward_hook(lambda *args: None)
+    return v2.Compose([step, v2.ToDtype(torch.float32, scale=True)])
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_what_prevents_the_fast_path_is_named(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, reason = REASONS[case]
+    with pytest.raises(ValueError, match=r"cannot use the fast path") as caught:
+        iter(as_source(make(), vectorize=True))
+    assert reason in str(caught.value)
+    if case == "worker_init_fn":
+        return
+    source = as_source(make())
+    with caplog.at_level(logging.INFO, logger="jaxlightning"):
+        for _ in range(2):
+            iter(source).close()
+    assert [record.levelname for record in caplog.records if reason in record.message] == ["INFO"]
+
+
+def test_a_getitem_that_was_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.MNIST, "__getitem__", lambda self, index: (torch.zeros(1, 28, 28), 0))
+    with pytest.raises(ValueError, match="was replaced"):
+        iter(as_source(DataLoader(stock("MNIST", v1.ToTensor())), vectorize=True))
+
+
+def test_a_sample_that_differs_turns_the_fast_path_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(v1.ToTensor, "__call__", lambda self, image: torch.rand(1, *image.size))
+    with pytest.raises(ValueError, match="differs from what MNIST gives"):
+        iter(as_source(DataLoader(stock("MNIST", v1.ToTensor())), vectorize=True))
+
+
+def test_distribution_is_not_built_yet() -> None:
+    with pytest.raises(NotImplementedError, match="distribution"):
+        as_source(DataLoader(stock("MNIST", v1.ToTensor())), vectorize="distribution")
+
+
+def test_a_sampler_of_slices_is_read_as_torch_reads_it() -> None:
+    data = TensorDataset(torch.arange(6.0))
+    loader = DataLoader(data, batch_sampler=[[slice(0, 2), slice(2, 4)], [torch.tensor(1)]])
+    first, second = list(as_source(loader))
+    assert first[0].tolist() == [[0, 1], [2, 3]]
+    assert second[0].tolist() == [1]
+
+
+def test_an_index_out_of_range_raises() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(6.0)), batch_sampler=[[0, 6]])
+    with pytest.raises(IndexError):
+        list(as_source(loader))
+
+
+def test_an_empty_dataset_gives_no_batch() -> None:
+    data = Subset(TensorDataset(torch.arange(6.0)), [])
+    assert list(as_source(DataLoader(data, batch_size=2), vectorize=True)) == []
+
+
+def test_batches_cost_tens_of_microseconds() -> None:
+    import time
+
+    data = TensorDataset(torch.rand(6400, 32), torch.randint(0, 10, (6400,)))
+    source = as_source(DataLoader(data, batch_size=64, shuffle=True), vectorize=True)
+    best = 1.0
+    for _ in range(5):
+        iterator = iter(source)
+        next(iterator)
+        start = time.perf_counter()
+        count = sum(1 for _ in iterator)
+        best = min(best, (time.perf_counter() - start) / count)
+    assert best < 2e-4  # measured: 2e-5; the limit is for a loaded machine

@@ -1,0 +1,57 @@
+"""What README.md and MIGRATION.md show is run, or compared with the files that it was taken from."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(name: str) -> list[str]:
+    """Return the Python blocks of a Markdown file."""
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_quick_start_of_the_readme_learns_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    (quick_start,) = blocks("README.md")
+    names: dict[str, object] = {"__name__": "quick_start"}
+    exec(compile(quick_start, "README.md", "exec"), names)
+    accuracy = float(capsys.readouterr().out.strip().splitlines()[-1])
+    assert accuracy > 0.85
+
+
+def test_the_side_by_side_of_the_migration_guide_is_the_code_of_the_examples() -> None:
+    lightning, ours = blocks("MIGRATION.md")
+    assert lightning in (ROOT / "examples" / "lightning_original.py").read_text()
+    assert ours in (ROOT / "examples" / "fashion_mnist_linen.py").read_text()
+
+
+@pytest.mark.parametrize("document", ["README.md", "MIGRATION.md", "docs/README.md"])
+def test_every_file_and_target_that_a_document_names_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    folders = ("examples", "benchmarks", "docs", "tests", "jaxlightning", "adapters")
+    for name in re.findall(rf"`((?:{'|'.join(folders)})/[\w/.]*)`", text):
+        assert (ROOT / name).exists(), name
+    for link in re.findall(r"\]\(([\w/.-]+)\)", text):
+        assert (ROOT / document).parent.joinpath(link).exists(), link
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    commands = "\n".join(re.findall(r"`[^`]*`|^make .*$", text, flags=re.MULTILINE))
+    for target in re.findall(r"\bmake ([a-z][\w-]*)[`\n ]", commands):
+        assert target in targets, target
+
+
+def test_importing_the_library_offers_lightnings_names() -> None:
+    code = (
+        "import jaxlightning as pl\n"
+        "for name in ('LightningModule', 'LightningDataModule', 'Trainer', 'Callback', 'seed_everything', 'callbacks',"
+        " 'loggers', 'utilities'):\n"
+        "    getattr(pl, name)\n"
+        "assert pl.LightningModule is pl.JaxLightningModule\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
