@@ -29,7 +29,7 @@ HASH := $(shell { cat pyproject.toml; echo $(PYTHON) $(TORCH) $(EXTRAS); } | cks
 READY_DEMO := $(VENV)/.ready-demo-$(HASH)
 READY_TEST := $(VENV)/.ready-test-$(HASH)
 # With Python 3.11 the bounds say which releases of torch are known to work; newer Pythons may only have newer wheels.
-BOUNDS = $(shell $(PYTHON) -c 'import sys; print("torch<2.15 torchvision<0.30" if sys.version_info < (3, 12) else "")')
+BOUNDS = $(shell $(PYTHON) -c 'import sys; print("\"torch<2.15\" \"torchvision<0.30\"" if sys.version_info < (3, 12) else "")')
 
 .PHONY: help demo test test-all lint bench clean
 help:

@@ -124,7 +124,7 @@ class TorchSource(Source):
         if plan is not None and tap is not None:
             indices = sampling.TorchLikeIndices(loader, tap, first_pass=first_pass)
             return BatchIterator(self, self._noting(plan.batches(indices), tap), None)
-        own_state = None if resume is None else resume.get("loader")
+        own_state = resume.get("loader") if resume is not None and skip else None
         if own_state is not None:
             loader.load_state_dict(decode_state(own_state))
             tap = None
@@ -247,7 +247,7 @@ class TorchSource(Source):
                 "global": sampling.encode_global(self._start[0]),
                 "own": sampling.encode_own(self._start[1]),
             }
-        if self._stateful:
+        if self._stateful and self._iterator is not None:  # asked between passes it would start a pass
             with contextlib.suppress(TypeError):  # a state of other types: skip at the sampler instead
                 state["loader"] = encode_state(self.origin.state_dict())
         return state

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,9 +86,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     jl.seed_everything(args.seed)
     board = TensorBoardLogger(args.output, name="tensorboard")
     table = CSVLogger(args.output, name="csv")
-    checkpoint = ModelCheckpoint(
-        dirpath=args.output / "checkpoints", filename="{epoch}-{val_acc:.3f}", monitor="val_acc", mode="max"
-    )
+    checkpoint = ModelCheckpoint(filename="{epoch}-{val_acc:.3f}", monitor="val_acc", mode="max")
     trainer = jl.Trainer(
         max_epochs=args.epochs,
         channels_last=True,
@@ -104,18 +104,20 @@ def main(argv: Sequence[str] | None = None) -> float:
     restored = LitCNN.load_from_checkpoint(checkpoint.best_model_path)
     predictions = np.concatenate([np.asarray(part) for part in trainer.predict(restored, loaders[2])])
 
+    # Where the person's shell stands, so that what is printed can be typed.
+    commands = os.path.relpath(Path(sys.executable).parent)
     picture = args.output / "demo.png"
     title = f"{images.name}: test accuracy {accuracy:.1%} after {args.epochs} epochs"
     draw(picture, Path(table.log_dir) / "metrics.csv", images, predictions[:PICTURES], title)
 
     print(f"\n{title}, {time.perf_counter() - start:.0f} s")
     print(f"  picture      {picture}")
-    print(f"  checkpoint   {checkpoint.best_model_path}")
+    print(f"  checkpoint   {os.path.relpath(checkpoint.best_model_path)}")
     print(f"  events       {board.log_dir}")
     print("\nWhat to type next:")
-    print(f"  .venv/bin/tensorboard --logdir {board.save_dir}    the curves in a browser")
-    print("  .venv/bin/python examples/fashion_mnist_nnx.py --epochs 5    the same with flax.nnx")
-    print("  .venv/bin/python examples/vae.py --epochs 5    a generative model")
+    print(f"  {commands}/tensorboard --logdir {board.save_dir}    the curves in a browser")
+    print(f"  {commands}/python examples/fashion_mnist_nnx.py --epochs 5    the same with flax.nnx")
+    print(f"  {commands}/python examples/vae.py --epochs 5    a generative model")
     print("  make test    the tests; MIGRATION.md says how a Lightning module becomes one of ours")
     return accuracy
 

@@ -1,6 +1,7 @@
 """PyTorch Lightning's way of working on JAX.
 
-`import jaxlightning as pl` reads like Lightning: `pl.LightningModule`, `pl.Trainer`, `pl.Callback`, ... Names are loaded
+`import jaxlightning as pl` reads like Lightning: `pl.LightningModule`, `pl.Trainer`, `pl.Callback`, ... Names are
+loaded
 when they are first used, so that importing the package loads neither torch, TensorFlow, tensorboardX, orbax nor tqdm.
 """
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from jaxlightning.compile import functionalize as functionalize
     from jaxlightning.datamodule import LightningDataModule as LightningDataModule
     from jaxlightning.module import JaxLightningModule as JaxLightningModule
-    from jaxlightning.module import JaxLightningModule as LightningModule
+    from jaxlightning.module import LightningModule as LightningModule
     from jaxlightning.optim import lr_schedule as lr_schedule
     from jaxlightning.trainer import Trainer as Trainer
     from jaxlightning.utilities import seed_everything as seed_everything
@@ -49,7 +50,7 @@ __all__ = [*sorted(_EXPORTS), *_MODULES]  # pyright: ignore[reportUnsupportedDun
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         module = importlib.import_module(_EXPORTS[name])
-        value = getattr(module, "JaxLightningModule" if name == "LightningModule" else name)
+        value = getattr(module, name)
     elif name in _MODULES:
         value = importlib.import_module(f"jaxlightning.{name}")
     else:

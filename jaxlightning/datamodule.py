@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlightning.utilities.combined_loader import flatten, sized_len
 from jaxlightning.utilities.hparams import HyperparametersMixin
+from jaxlightning.utilities.model_helpers import restricted_classmethod
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -145,7 +146,7 @@ class LightningDataModule(HyperparametersMixin):
                 setattr(datamodule, f"{kind}_dataloader", hook)
         return datamodule
 
-    @classmethod
+    @restricted_classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | os.PathLike[str],

@@ -18,7 +18,7 @@ class ModuleHooks:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the loss of a batch; compiled. Returns a scalar, a dict with `"loss"`, or None to skip the update."""
+        """Computes the loss of a batch; compiled. Returns a scalar, a dict with `"loss"`, or None to skip."""
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a validation batch; compiled."""

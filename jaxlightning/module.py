@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jaxlightning.compile.effects import INTERNAL, has_networks
 from jaxlightning.compile.log_plan import LogMeta
@@ -19,16 +19,18 @@ from jaxlightning.compile.trace import Scalars, Trace, current_trace
 from jaxlightning.hooks import ModuleHooks
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.hparams import HyperparametersMixin
+from jaxlightning.utilities.model_helpers import restricted_classmethod
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import jax
-    from typing_extensions import Self
 
     from jaxlightning.compile.engine import Engine
     from jaxlightning.trainer import Trainer
 
-__all__ = ["JaxLightningModule"]
+__all__ = ["JaxLightningModule", "LightningModule"]
 
 
 class JaxLightningModule(ModuleHooks, HyperparametersMixin):
@@ -96,7 +98,12 @@ class JaxLightningModule(ModuleHooks, HyperparametersMixin):
         if stash is not None and name in stash:
             engine = self.__dict__["_engine"]
             return stash[name] if engine is None else engine.nnx_attribute(stash[name])
-        if "_current_fx_name" not in self.__dict__ and name in ("training", "automatic_optimization", "_trainer", "_engine"):
+        if "_current_fx_name" not in self.__dict__ and name in (
+            "training",
+            "automatic_optimization",
+            "_trainer",
+            "_engine",
+        ):
             raise RuntimeError(
                 f"`{type(self).__name__}.__init__` does not call `super().__init__()`. Make that its first line."
             )
@@ -169,7 +176,7 @@ class JaxLightningModule(ModuleHooks, HyperparametersMixin):
         self._trainer = trainer
         for value in self.__dict__.values():
             if isinstance(value, JaxLightningModule) and value is not self:
-                value.trainer = trainer  # type: ignore[assignment]
+                value.trainer = trainer
 
     @property
     def current_epoch(self) -> Any:
@@ -306,7 +313,8 @@ class JaxLightningModule(ModuleHooks, HyperparametersMixin):
             )
             return
         self._trainer._logger_connector.log(
-            self, name, value, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx,
+            self, name, value, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch,
+            reduce_fx=reduce_fx,
             enable_graph=enable_graph, sync_dist=sync_dist, sync_dist_group=sync_dist_group,
             add_dataloader_idx=add_dataloader_idx, batch_size=batch_size, metric_attribute=metric_attribute,
             rank_zero_only=rank_zero_only,
@@ -346,7 +354,7 @@ class JaxLightningModule(ModuleHooks, HyperparametersMixin):
             return
         if self._trainer.is_global_zero:
             bar = self._trainer.progress_bar_callback
-            if bar is not None and bar.is_enabled:
+            if bar is not None and getattr(bar, "is_enabled", True):
                 bar.print(*args, **kwargs)
             else:
                 print(*args, **kwargs)
@@ -416,13 +424,15 @@ class JaxLightningModule(ModuleHooks, HyperparametersMixin):
             if algorithm is not None and algorithm != gradient_clip_algorithm:
                 raise MisconfigurationException(
                     f"You have set `Trainer(gradient_clip_algorithm={algorithm!r})` and have passed "
-                    f"`clip_gradients(gradient_clip_algorithm={gradient_clip_algorithm!r})`. Please use only one of them."
+                    f"`clip_gradients(gradient_clip_algorithm={gradient_clip_algorithm!r})`. Please use only one of "
+                    "them."
                 )
         if not isinstance(gradient_clip_val, int | float):
             raise TypeError(f"`gradient_clip_val` should be an int or a float. Got {gradient_clip_val!r}.")
         if gradient_clip_algorithm not in ("norm", "value"):
             raise MisconfigurationException(
-                f"`gradient_clip_algorithm` {gradient_clip_algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
+                f"`gradient_clip_algorithm` {gradient_clip_algorithm} is invalid. Allowed algorithms: ['value', "
+                "'norm']."
             )
         if gradient_clip_val and gradient_clip_val > 0:
             self._require_engine().clip_gradients(float(gradient_clip_val), gradient_clip_algorithm)
@@ -474,7 +484,8 @@ class JaxLightningModule(ModuleHooks, HyperparametersMixin):
         unexpected = [path for path in state_dict if path not in current]
         if strict and (missing or unexpected):
             raise RuntimeError(
-                f"The state dict does not fit {type(self).__name__}: missing {missing[:20]}, unexpected {unexpected[:20]}. "
+                f"The state dict does not fit {type(self).__name__}: missing {missing[:20]}, unexpected "
+                f"{unexpected[:20]}. "
                 "Pass `strict=False` to set what fits."
             )
         params, variables = flatten(engine.params, separator="."), {}
@@ -498,7 +509,7 @@ class JaxLightningModule(ModuleHooks, HyperparametersMixin):
     def strict_loading(self, strict: bool) -> None:
         self._strict_loading = strict
 
-    @classmethod
+    @restricted_classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | os.PathLike[str],
@@ -527,10 +538,11 @@ class JaxLightningModule(ModuleHooks, HyperparametersMixin):
 
         if map_location is not None:
             raise NotImplementedError("`map_location` has no meaning here: arrays are restored on the default device.")
-        return load_module_from_checkpoint(cls, checkpoint_path, hparams_file=hparams_file, strict=strict, **kwargs)  # type: ignore[no-any-return]
+        return load_module_from_checkpoint(cls, checkpoint_path, hparams_file=hparams_file, strict=strict, **kwargs)
 
 
-Stage = Literal["fit", "validate", "test", "predict"]
+LightningModule = JaxLightningModule
+"""Lightning's name for the same class."""
 
 
 def _seed() -> int:
@@ -549,5 +561,3 @@ def _place(tree: Mapping[str, Any], flat: Mapping[str, Any], prefix: str = "") -
         elif path in flat:
             out[key] = flat[path]
     return out
-
-

@@ -166,12 +166,6 @@ def _configure_optimizers(trainer: Trainer) -> None:
     trainer._optimizers = list(setup.optimizers)
     trainer._lr_scheduler_configs = list(setup.schedulers)
     trainer._plateau_seen = {}
-    if module.automatic_optimization and len(setup.optimizers) > 1:
-        raise RuntimeError(
-            "Training with multiple optimizers is only supported with manual optimization. Set"
-            " `self.automatic_optimization = False`, then access your optimizers in `training_step` with"
-            " `opt1, opt2, ... = self.optimizers()`."
-        )
     trainer._engine.set_optimizers(trainer._optimizers)
 
 

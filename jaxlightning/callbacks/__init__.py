@@ -18,4 +18,5 @@ from jaxlightning.callbacks.progress import ProgressBar as ProgressBar
 from jaxlightning.callbacks.progress import RichProgressBar as RichProgressBar
 from jaxlightning.callbacks.progress import RichProgressBarTheme as RichProgressBarTheme
 from jaxlightning.callbacks.progress import TQDMProgressBar as TQDMProgressBar
+from jaxlightning.callbacks.rich_model_summary import RichModelSummary as RichModelSummary
 from jaxlightning.callbacks.timer import Timer as Timer

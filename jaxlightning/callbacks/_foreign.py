@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxlightning.callbacks.callback import Callback
+from jaxlightning.callbacks.prediction_writer import BasePredictionWriter
 
 _ROOTS = ("lightning.pytorch", "pytorch_lightning")
 
@@ -24,7 +25,7 @@ _OURS = {
     "ModelSummary": "ModelSummary",
     "OnExceptionCheckpoint": "OnExceptionCheckpoint",
     "ProgressBar": "ProgressBar",
-    "RichModelSummary": "ModelSummary",
+    "RichModelSummary": "RichModelSummary",
     "RichProgressBar": "RichProgressBar",
     "TQDMProgressBar": "TQDMProgressBar",
     "Timer": "Timer",
@@ -55,6 +56,11 @@ def is_foreign_callback(obj: object) -> bool:
 def is_foreign_checkpoint(obj: object) -> bool:
     """Whether an object carries Lightning's marker class for callbacks that write checkpoints."""
     return "Checkpoint" in foreign_bases(obj)
+
+
+def is_prediction_writer(obj: object) -> bool:
+    """Whether an object is a `BasePredictionWriter`, ours or Lightning's."""
+    return isinstance(obj, BasePredictionWriter) or "BasePredictionWriter" in foreign_bases(obj)
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:

@@ -92,7 +92,8 @@ class Summary:
         """Size of all parameters in MB (10**6 bytes)."""
         return self.model_bytes * 1e-6
 
-    def __str__(self) -> str:
+    def columns(self) -> dict[str, list[str]]:
+        """Return the cells of the table by their column's header."""
         columns: dict[str, list[str]] = {
             "": [str(i) for i in range(len(self.rows))],
             "Name": self.layer_names,
@@ -105,10 +106,12 @@ class Summary:
         if any(row.in_size is not None for row in self.rows):
             columns["In sizes"] = [_UNKNOWN if s is None else str(s) for s in self.in_sizes]
             columns["Out sizes"] = [_UNKNOWN if s is None else str(s) for s in self.out_sizes]
-        lines = _table(columns)
-        rule = "-" * max(map(len, lines))
+        return columns
+
+    def totals(self) -> list[tuple[str, str]]:
+        """Return the lines below the table, each as a number and what it counts."""
         modes = self.total_training_modes
-        totals = [
+        return [
             (human_readable_count(self.trainable_parameters), "Trainable params"),
             (human_readable_count(self.total_parameters - self.trainable_parameters), "Non-trainable params"),
             (human_readable_count(self.total_parameters), "Total params"),
@@ -118,7 +121,11 @@ class Summary:
             (str(modes.get("train", 0)), "Networks in train mode"),
             (str(modes.get("eval", 0)), "Networks in eval mode"),
         ]
-        text = [lines[0], rule, *lines[1:], rule, *(f"{number:<10}{what}" for number, what in totals)]
+
+    def __str__(self) -> str:
+        lines = _table(self.columns())
+        rule = "-" * max(map(len, lines))
+        text = [lines[0], rule, *lines[1:], rule, *(f"{number:<10}{what}" for number, what in self.totals())]
         if self.missing:
             text.append(f"Not counted, because no step has called them yet: {', '.join(self.missing)}")
         return "\n".join(line.rstrip() for line in text)

@@ -43,10 +43,22 @@ def load_weights_into(module: Any, flat: dict[str, Any], *, stored: _io.StoredCh
         places = {**{name: place for name, (place, _) in saved.items()}, **places}
     networks = [network.name for network in engine.networks()]
     params, variables = _contents.nested_state(flat, places, networks)
-    if not strict and own:
-        missing, unexpected = [name for name in own if name not in flat], [name for name in flat if name not in own]
-        if missing:
-            rank_zero_warn(f"Found keys that are in the model state dict but not in the checkpoint: {missing}")
-        if unexpected:
-            rank_zero_warn(f"Found keys that are not in the model state dict but in the checkpoint: {unexpected}")
+    if not strict:
+        _warn_about_differences(flat, own, networks, params, variables)
     engine.load_state_dict({"params": params, "variables": variables}, strict=strict, weights_only=True)
+
+
+def _warn_about_differences(
+    flat: dict[str, Any], own: dict[str, Any], networks: list[str], params: dict[str, Any], variables: dict[str, Any]
+) -> None:
+    """Say what a loading that is not strict leaves as it is."""
+    created = {path[0] for (_, path), _ in own.values()}
+    # A network that gets its variables from its first call has no names yet, only its own.
+    missing = [name for name in own if name not in flat]
+    missing += [f"{n}.*" for n in networks if n not in created and n not in params and n not in variables]
+    known = [network for network in networks if network not in created]
+    unexpected = [name for name in flat if name not in own and not any(name.startswith(f"{n}.") for n in known)]
+    if missing:
+        rank_zero_warn(f"Found keys that are in the model state dict but not in the checkpoint: {missing}")
+    if unexpected:
+        rank_zero_warn(f"Found keys that are not in the model state dict but in the checkpoint: {unexpected}")

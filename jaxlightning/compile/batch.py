@@ -14,6 +14,8 @@ class HostLeaf:
     """Stands inside a compiled step for a batch leaf that JAX cannot hold; any use raises and names its path."""
 
     __slots__ = ("_path", "_type")
+    _path: str
+    _type: str
 
     def __init__(self, path: str, kind: str) -> None:
         object.__setattr__(self, "_path", path)
@@ -21,7 +23,8 @@ class HostLeaf:
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError(
-            f"The step uses the batch leaf {self._path!r}, a {self._type} that JAX cannot hold. Such leaves stay on the "
+            f"The step uses the batch leaf {self._path!r}, a {self._type} that JAX cannot hold. Such leaves stay on "
+            "the "
             "host: hooks that receive the batch see them, a compiled step does not. Encode it as numbers in the data "
             "loader, or use `Trainer(jit=False)`."
         )
@@ -30,7 +33,7 @@ class HostLeaf:
         return f"<host leaf {self._path!r}: {self._type}>"
 
     __call__ = __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __int__ = __float__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __array__ = _refuse
     __hash__ = object.__hash__
 
@@ -51,7 +54,9 @@ def split(leaves: list[Any]) -> tuple[list[Any], tuple[int, ...] | None]:
             break
     else:
         return leaves, None
-    positions = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf) or isinstance(leaf, bool | int | float | complex))
+    positions = tuple(
+        i for i, leaf in enumerate(leaves) if is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+    )
     arrays = [leaves[i] if is_array(leaves[i]) else np.asarray(leaves[i]) for i in positions]
     return arrays, (None if len(positions) == len(leaves) else positions)
 

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["Binding"]
 
 
+class _InOrder:
+    """Gives each network that `rebuild` meets the next of the paths that `walk` found in the same order."""
+
+    def __init__(self, paths: list[str], wrap: Callable[[Any, str], Any]) -> None:
+        self._paths = iter(paths)
+        self._wrap = wrap
+
+    def __call__(self, network: Any) -> Any:
+        return self._wrap(network, next(self._paths))
+
+
 class Binding:
     """Finds and wraps the networks of a module and binds them to the variables of a trace.
 
@@ -49,8 +60,7 @@ class Binding:
             found = walk(instance[name], name)
             if not found:
                 continue
-            paths = iter([path for path, _ in found])
-            instance[name] = rebuild(instance[name], lambda network, paths=paths: self._wrap(network, next(paths)))
+            instance[name] = rebuild(instance[name], _InOrder([path for path, _ in found], self._wrap))
             if any(is_nnx(network) for _, network in found):
                 # Served by `__getattr__`, which can then refresh the user's objects lazily.
                 stash[name] = instance.pop(name)
@@ -76,7 +86,11 @@ class Binding:
             return known  # the same object under two names: one network, tied
         origin = network.__dict__.get("_jaxlightning_origin")
         init_path = next(
-            (w._init_path for w in self.linen.values() if origin and w._module.__dict__.get("_jaxlightning_origin") == origin),
+            (
+                w._init_path
+                for w in self.linen.values()
+                if origin and w._module.__dict__.get("_jaxlightning_origin") == origin
+            ),
             path,
         )
         wrapper = LinenNetwork(network, path, self.engine, init_path)

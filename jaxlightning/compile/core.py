@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["FLOATS", "EvalOptions", "StepInfo", "TrainOptions", "eval_step", "gradients", "train_step", "update"]
 
 FLOATS = 3
-"""Leading entries of the float inputs: 1/accumulate, window scale, clip value; hyper-parameters of optimizers follow."""
+"""Leading entries of the float inputs: 1/accumulate, window scale, clip value; then hyper-parameters."""
 
 _FX = {
     "train": "training_step",
@@ -114,7 +114,9 @@ class OutputTree:
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """The user's return value with concrete arrays."""
         given = iter(arrays)
-        leaves = [next(given) if is_array else static for is_array, static in zip(self._is_array, self._static, strict=True)]
+        leaves = [
+            next(given) if is_array else static for is_array, static in zip(self._is_array, self._static, strict=True)
+        ]
         return jax.tree_util.tree_unflatten(self._treedef, leaves)
 
 
@@ -207,7 +209,7 @@ def _generator_states() -> tuple[Any, Any, Any]:
     import sys
 
     torch = sys.modules.get("torch")
-    return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()  # noqa: NPY002
+    return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
 
 
 def _refuse_host_draws(before: tuple[Any, Any, Any], where: str) -> None:
@@ -221,7 +223,8 @@ def _refuse_host_draws(before: tuple[Any, Any, Any], where: str) -> None:
         drew.append("torch")
     if drew:
         raise RuntimeError(
-            f"`{where}` drew random numbers from {', '.join(drew)}. The step is compiled: the same numbers would be used at "
+            f"`{where}` drew random numbers from {', '.join(drew)}. The step is compiled: the same numbers would be "
+            "used at "
             "every step. Draw with `jax.random.*(self.next_rng(), ...)`, which gives a new key at every call and step."
         )
 
@@ -242,7 +245,8 @@ def _normalise_loss(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
         extras = {key: value for key, value in result.items() if key != "loss"}
     if any(c.__module__.split(".")[0] == "torch" for c in type(loss).__mro__):
         raise TypeError(
-            f"`{where}` returned a torch tensor. The step must return a JAX array: compute the loss with jax.numpy / optax "
+            f"`{where}` returned a torch tensor. The step must return a JAX array: compute the loss with jax.numpy / "
+            "optax "
             "from the arrays of the batch."
         )
     if not _is_array(loss):
@@ -252,10 +256,13 @@ def _normalise_loss(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
         )
     if loss.size != 1:
         raise RuntimeError(
-            f"`{where}` returned a loss of shape {tuple(loss.shape)}; a gradient needs a scalar. Reduce it: `loss.mean()`."
+            f"`{where}` returned a loss of shape {tuple(loss.shape)}; a gradient needs a scalar. Reduce it: "
+            "`loss.mean()`."
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise RuntimeError(f"`{where}` returned a loss of dtype {loss.dtype}; a gradient needs a real floating-point scalar.")
+        raise RuntimeError(
+            f"`{where}` returned a loss of dtype {loss.dtype}; a gradient needs a real floating-point scalar."
+        )
     return loss.reshape(()), extras
 
 
@@ -307,12 +314,18 @@ def gradients(
         if not binding.jit:
             # Once concretely, for effects and for a person at a breakpoint; once silently, for gradients.
             loss, (variables, logged, extra_arrays, static) = loss_fn(trainable)
-            grads = jax.grad(value_fn)(trainable) if jax.tree_util.tree_leaves(trainable) and owned is not _nothing else None
+            grads = (
+                jax.grad(value_fn)(trainable)
+                if jax.tree_util.tree_leaves(trainable) and owned is not _nothing
+                else None
+            )
         elif owned is _nothing:
             loss, (variables, logged, extra_arrays, static) = loss_fn(trainable)
             grads = None
         else:
-            (loss, (variables, logged, extra_arrays, static)), grads = jax.value_and_grad(loss_fn, has_aux=True)(trainable)
+            (loss, (variables, logged, extra_arrays, static)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+                trainable
+            )
     except _SkippedError:
         # Values of the differentiated run die with it; run once more without differentiation.
         info.skipped = True
@@ -417,7 +430,9 @@ def train_step(
         state = update(binding, state, grads, hyper_of(binding, floats), value=loss, grad=grads, value_fn=value_fn)
         if flags is not None:
             good = jnp.all(flags)
-            kept = jax.tree.map(lambda n, o: jnp.where(good, n, o), (state.params, state.opt_state), (before.params, before.opt_state))
+            kept = jax.tree.map(
+                lambda n, o: jnp.where(good, n, o), (state.params, state.opt_state), (before.params, before.opt_state)
+            )
             state = state.replace(params=kept[0], opt_state=kept[1])
     info.plan = packing.plan_of(table, logs)
     values, acc = packing.pack(table, logs, old.acc) if table.needed <= table.capacity else (jnp.zeros(()), old.acc)
@@ -430,7 +445,7 @@ def train_step(
 
 
 def _accumulate(state: TrainState, grads: Any, floats: Any, options: TrainOptions) -> tuple[TrainState, Any]:
-    """Adds g/N to the buffer; on apply gives the window's gradient, N/count times the buffer (a cut window counts truly)."""
+    """Adds g/N to the buffer; on apply gives the window's gradient: N/count times the buffer."""
     if grads is None:  # skipped, or nothing to train
         if options.window_start:
             state = state.replace(grads=jax.tree.map(jnp.zeros_like, state.grads))

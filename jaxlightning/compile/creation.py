@@ -30,7 +30,8 @@ def create_variables(
         scalars: Host numbers of the step.
         forward: Whether to call `forward` and not a step.
 
-    Only the new variables leave the compiled function, so XLA removes the forward pass where initialisers do not need it.
+    Only the new variables leave the compiled function, so XLA removes the forward pass where initialisers do not need
+    it.
 
     Returns:
         Full parameters and variables, `(None, None)` when the step calls no network without variables.
@@ -46,14 +47,16 @@ def create_variables(
     )
 
     def create(params: Any, variables: Any, arrays: Any, ints: Any) -> Any:
-        seed, micro, *rest = weak_integers(ints)
-        key = step_key(seed, micro, stage)
+        seed, *numbers = weak_integers(ints)
+        key = step_key(seed, numbers[0], stage)
         trace = Trace(
-            kind=stage, key=key, scalars=Scalars(*rest, micro, dataloader_idx=scalars.dataloader_idx),
+            kind=stage, key=key, scalars=Scalars.of(numbers, scalars.dataloader_idx),
             params=dict(params), variables=dict(variables), creating=True, silent=True,
             init_seed=jax.numpy.asarray(seed).astype(jax.numpy.uint32),
         )  # fmt: skip
-        run_user_step(binding, trace, batches.join(treedef, arrays, positions, paths, kinds), None, strict=False, forward=forward)
+        run_user_step(
+            binding, trace, batches.join(treedef, arrays, positions, paths, kinds), None, strict=False, forward=forward
+        )
         created.update(trace.created)
         return {n: trace.params[n] for n in trace.created}, {n: trace.variables.get(n, {}) for n in trace.created}
 

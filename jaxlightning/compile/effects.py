@@ -7,7 +7,6 @@ again; a step that writes is refused with the names of what it wrote.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import jax
@@ -18,7 +17,16 @@ from jaxlightning.compile.networks import is_network, walk
 __all__ = ["ReadRecorder", "SideEffects", "same_value", "snapshot_value", "tracing_class"]
 
 INTERNAL = frozenset(
-    {"_current_fx_name", "_trainer", "_engine", "_modes", "_read_recorder", "training", "_nnx_attributes", "_host_rng_calls"}
+    {
+        "_current_fx_name",
+        "_trainer",
+        "_engine",
+        "_modes",
+        "_read_recorder",
+        "training",
+        "_nnx_attributes",
+        "_host_rng_calls",
+    }
 )
 """Instance attributes that belong to the framework."""
 
@@ -46,7 +54,11 @@ def same_value(old: Any, new: Any, depth: int = 0) -> bool:
     if old is new:
         return True
     if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
-        return old.dtype == new.dtype and old.shape == new.shape and bool(np.array_equal(old, new, equal_nan=old.dtype.kind in "fc"))
+        return (
+            old.dtype == new.dtype
+            and old.shape == new.shape
+            and bool(np.array_equal(old, new, equal_nan=old.dtype.kind in "fc"))
+        )
     if isinstance(old, _SIMPLE) or isinstance(new, _SIMPLE):
         return type(old) is type(new) and (old == new or (old != old and new != new))
     if isinstance(old, dict) and isinstance(new, dict):
@@ -110,7 +122,16 @@ def tracing_class(cls: type) -> type:
                     recorder.record(name, plain)
         return object.__getattribute__(self, name)
 
-    made = type(cls.__name__, (cls,), {"__getattribute__": getattribute, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})
+    made = type(
+        cls.__name__,
+        (cls,),
+        {
+            "__getattribute__": getattribute,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+        },
+    )
     _tracing_classes[cls] = made
     return made
 
@@ -161,9 +182,11 @@ class SideEffects:
         if written:
             names = ", ".join(f"`self.{name}`" for name in written)
             raise RuntimeError(
-                f"`{type(self.module).__name__}.{self.fx}` changed {names}. The step is compiled: such a write would happen "
+                f"`{type(self.module).__name__}.{self.fx}` changed {names}. The step is compiled: such a write would "
+                "happen "
                 "once, while it is traced, and never again (capturing writes is not built yet). Log the value with "
-                "`self.log`, return it from the step and keep it in `on_train_batch_end` / `on_validation_batch_end`, or "
+                "`self.log`, return it from the step and keep it in `on_train_batch_end` / "
+                "`on_validation_batch_end`, or "
                 "run with `Trainer(jit=False)`."
             )
 

@@ -7,6 +7,7 @@ read or write between steps (parameters, checkpoints) is in `engine_state`.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from jaxlightning.compile.creation import create_variables
 from jaxlightning.compile.engine_state import EngineState
 from jaxlightning.compile.log_plan import LogKey, LogMeta, LogPlan
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
-from jaxlightning.compile.packing import BLOCK, SlotTable
+from jaxlightning.compile.packing import BLOCK, SlotTable, float_dtype
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import CompiledStep, Variants
 from jaxlightning.utilities.exceptions import MisconfigurationException
@@ -127,7 +128,7 @@ class Engine(EngineState):
         self.binding.optimizers = list(handles or [])
         self.reset_optimizer_states()
         for handle in self.binding.optimizers:
-            handle.bind(get_state=lambda handle=handle: self.opt_state_of(handle))
+            handle.bind(get_state=functools.partial(self.opt_state_of, handle))
         self._forget(keep_evaluation=True)
 
     def modes_changed(self) -> None:
@@ -194,7 +195,8 @@ class Engine(EngineState):
         buffer = accumulate != 1 or self.keep_gradients
         clipping = (algorithm or "norm") if value else None
         out = self._train(
-            (buffer, window_start, apply, clipping, want_outputs), batch, batch_idx, current_epoch, global_step, micro_step,
+            (buffer, window_start, apply, clipping, want_outputs), batch, batch_idx, current_epoch, global_step,
+            micro_step,
             1.0 / accumulate, accumulate / window_count, value or 0.0,
         )  # fmt: skip
         if apply and not (out.skipped and not buffer):
@@ -241,7 +243,7 @@ class Engine(EngineState):
         arrays, positions = batches.split(leaves)
         if self._dirty or self._nnx_exposed:
             self.check_constants()
-        hyper = (share, scale, clip)
+        hyper: tuple[float, ...] = (share, scale, clip)
         for handle in self.binding.optimizers:
             hyper = (*hyper, *handle.host_hyper())
         if hyper != self._floats_of:
@@ -266,7 +268,7 @@ class Engine(EngineState):
     def _train_variant(
         self, flags: tuple[Any, ...], batch: Any, arrays: Any, treedef: Any, positions: Any, ints: Any
     ) -> CompiledStep:
-        self.ensure_created("train", batch, Scalars(*(int(i) for i in (*ints[2:], ints[1]))))
+        self.ensure_created("train", batch, Scalars.of([int(i) for i in ints[1:]]))
         buffer, window_start, apply, clip, outputs = flags
         options = TrainOptions(buffer, window_start, apply, clip, outputs, self.detect_anomaly)
         if buffer:
@@ -278,7 +280,7 @@ class Engine(EngineState):
         return variant
 
     def _set_floats(self, hyper: tuple[float, ...]) -> None:
-        dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
+        dtype = float_dtype()
         # A device array costs less per call than a numpy array, and the values rarely change.
         self._floats = self.strategy.put(np.array(hyper, dtype))
         self._floats_of = hyper
@@ -288,7 +290,8 @@ class Engine(EngineState):
         if not flags.all():
             name = variant.info.finite_names[int(np.argmin(flags))]
             raise RuntimeError(
-                f"`detect_anomaly=True`: {name} is not finite in training batch {micro_step} (counted over the run, from 0) "
+                f"`detect_anomaly=True`: {name} is not finite in training batch {micro_step} (counted over the run, "
+                "from 0) "
                 f"of {type(self.module).__name__}. The parameters are those before this batch."
             )
 
@@ -296,7 +299,7 @@ class Engine(EngineState):
         """The second half of a split step: the optimizers apply `grads`, times N/count."""
         if not self.binding.optimizers or not self.has_gradients:
             return
-        hyper = (1.0, accumulate / window_count, 0.0)
+        hyper: tuple[float, ...] = (1.0, accumulate / window_count, 0.0)
         for handle in self.binding.optimizers:
             hyper = (*hyper, *handle.host_hyper())
             handle.updates += 1
@@ -337,7 +340,7 @@ class Engine(EngineState):
         else:
             variant = None
         if variant is None:
-            self.ensure_created(stage, batch, Scalars(*(int(i) for i in (*ints[2:], ints[1])), dataloader_idx))
+            self.ensure_created(stage, batch, Scalars.of([int(i) for i in ints[1:]], dataloader_idx))
             state = self.evaluation_leaves()
             table = self._table(stage)
             variant = self.variants.evaluate(
@@ -348,7 +351,13 @@ class Engine(EngineState):
         return StepOutput(variant.info.plan, values, False, variant.info.outputs, outputs)
 
     def predict_step(
-        self, batch: Any, *, batch_idx: int, dataloader_idx: int | None = None, current_epoch: int = 0, global_step: int = 0
+        self,
+        batch: Any,
+        *,
+        batch_idx: int,
+        dataloader_idx: int | None = None,
+        current_epoch: int = 0,
+        global_step: int = 0,
     ) -> StepOutput:
         """Runs one prediction batch."""
         return self.eval_step(
@@ -386,7 +395,7 @@ class Engine(EngineState):
         table = self.tables.get(_table_name(stage))
         if table is None:
             return
-        dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
+        dtype = float_dtype()
         self._set_accumulators(stage, self.strategy.put(table.identity(dtype)))
 
     def _set_accumulators(self, stage: str, value: Any) -> None:
@@ -398,7 +407,7 @@ class Engine(EngineState):
     def grow_accumulators(self, table: SlotTable) -> None:
         """Makes room for new keys; what is accumulated stays."""
         table.capacity = table.needed
-        dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
+        dtype = float_dtype()
         for stage in ("train", *self._eval_acc):
             if self.tables.get(_table_name(stage)) is table:
                 old = self.read_accumulators(stage)
@@ -438,7 +447,9 @@ class Engine(EngineState):
         self._outside_calls += 1
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), 0x6F757473), self._outside_calls)
         zero = Scalars(0, 0, 0, 0)
-        return Trace(kind="predict", key=key, scalars=zero, params=dict(self.params_live), variables=dict(self.variables_live))
+        return Trace(
+            kind="predict", key=key, scalars=zero, params=dict(self.params_live), variables=dict(self.variables_live)
+        )
 
     def copy_network(self, network: LinenNetwork, memo: dict[int, Any]) -> LinenNetwork:
         """See `Binding.copy_network`."""
@@ -446,7 +457,7 @@ class Engine(EngineState):
 
     def block_until_ready(self) -> None:
         """Waits until the last dispatched step is done."""
-        jax.block_until_ready(self._leaves)
+        jax.block_until_ready(self._leaves)  # type: ignore[no-untyped-call]
 
     # --- what is there ----------------------------------------------------------------------------------------------
 
@@ -464,9 +475,12 @@ class Engine(EngineState):
             kind = type(linen._module) if linen is not None else type(self.binding.nnx.modules[name])  # type: ignore[union-attr]
             infos.append(
                 NetworkInfo(
-                    name=name, type_name=kind.__name__, params=params.get(name), variables=variables.get(name),
+                    name=name,
+                    type_name=kind.__name__,
+                    params=params.get(name),
+                    variables=variables.get(name),
                     mode="train" if modes.get(name, True) else "eval",
-                )  # fmt: skip
+                )
             )
         return infos
 
@@ -491,5 +505,3 @@ class Engine(EngineState):
                 "Training with multiple optimizers is only supported with manual optimization. Set "
                 "`self.automatic_optimization = False` in the module's `__init__`."
             )
-
-

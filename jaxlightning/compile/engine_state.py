@@ -31,6 +31,7 @@ class EngineState:
 
     _seed32: int
     _floats: Any
+    evaluation_treedef: Any
 
     def __init__(self, binding: Binding, strategy: Any) -> None:
         self.binding = binding
@@ -60,7 +61,7 @@ class EngineState:
         if self.state_treedef is None or treedef != self.state_treedef:
             first = self.state_treedef is None
             self.state_treedef = treedef
-            evaluation = jax.tree_util.tree_structure((state.params, state.variables))
+            evaluation: Any = jax.tree_util.tree_structure((state.params, state.variables))
             same = not first and evaluation == self.evaluation_treedef
             self.evaluation_treedef = evaluation
             self._n_eval = evaluation.num_leaves
@@ -130,7 +131,8 @@ class EngineState:
     @property
     def params(self) -> dict[str, Any]:
         """A copy of the parameters, `{network: nested}`; assign to change them between steps."""
-        return _copy(self.tree.params)
+        params: dict[str, Any] = _copy(self.tree.params)
+        return params
 
     @params.setter
     def params(self, value: Mapping[str, Any]) -> None:
@@ -140,7 +142,8 @@ class EngineState:
     @property
     def variables(self) -> dict[str, Any]:
         """A copy of the other variables, `{network: {collection: nested}}`; assign to change them."""
-        return _copy(self.tree.variables)
+        variables: dict[str, Any] = _copy(self.tree.variables)
+        return variables
 
     @variables.setter
     def variables(self, value: Mapping[str, Any]) -> None:
@@ -382,7 +385,10 @@ class EngineState:
             if path not in have:
                 problems.append(f"missing: {path} {tuple(want[path].shape)}")
             elif tuple(np.shape(have[path])) != tuple(want[path].shape):
-                fatal.append(f"differing: {path} is {tuple(np.shape(have[path]))} in the checkpoint, {tuple(want[path].shape)} here")
+                fatal.append(
+                    f"differing: {path} is {tuple(np.shape(have[path]))} in the checkpoint, "
+                    f"{tuple(want[path].shape)} here"
+                )
         for path in have:
             network = path.split("/")[1]
             exists = network in state.params or network in state.variables
@@ -417,7 +423,8 @@ class EngineState:
             ]
             if problems:
                 raise RuntimeError(
-                    f"The checkpoint's state of optimizer {index} does not fit the optimizer that `configure_optimizers` "
+                    f"The checkpoint's state of optimizer {index} does not fit the optimizer that "
+                    "`configure_optimizers` "
                     "made (another optimizer, chain or architecture?):\n  " + "\n  ".join(problems[:40])
                 )
             leaves = [jnp.array(flat[p], want[p].dtype) for p in want]

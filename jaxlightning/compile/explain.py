@@ -7,7 +7,8 @@ import jax
 __all__ = ["explain"]
 
 _DECISION = (
-    "The step is compiled: inside it arrays (and batch_idx, self.global_step, self.current_epoch) have no value yet, so "
+    "The step is compiled: inside it arrays (and batch_idx, self.global_step, self.current_epoch) have no value "
+    "yet, so "
     "Python cannot decide or convert by them. Use jnp.where / jax.lax.cond for decisions, keep numbers as arrays "
     "(no float(x), .item(), np.asarray(x)), move host work to a hook such as `on_train_batch_end`, or debug with "
     "`Trainer(jit=False)`."
@@ -34,7 +35,12 @@ def explain(error: BaseException, where: str) -> None:
     note = None
     if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
         note = _DYNAMIC
-    elif isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError | jax.errors.TracerIntegerConversionError):
+    elif isinstance(
+        error,
+        jax.errors.ConcretizationTypeError
+        | jax.errors.TracerArrayConversionError
+        | jax.errors.TracerIntegerConversionError,
+    ):
         note = _DECISION
     elif isinstance(error, TypeError) and ("item assignment" in text or "immutable" in text):
         note = _IN_PLACE

@@ -13,7 +13,7 @@ import numpy as np
 from jaxlightning.compile import core
 from jaxlightning.compile.core import FLOATS, EvalOptions, StepInfo, TrainOptions
 from jaxlightning.compile.engine import Engine
-from jaxlightning.compile.packing import BLOCK, SlotTable
+from jaxlightning.compile.packing import BLOCK, SlotTable, float_dtype
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import Scalars
 
@@ -25,7 +25,8 @@ class FunctionalState:
     """What the pure steps carry.
 
     Attributes:
-        step: Batches so far, 0-d int32; `batch_idx` and `global_step` of the user's step, and its random keys, follow it.
+        step: Batches so far, 0-d int32; `batch_idx` and `global_step` of the user's step, and its random keys, follow
+        it.
         seed: Seed of the random keys, 0-d uint32.
         params: `{network: nested parameters}`.
         variables: `{network: {collection: nested}}`.
@@ -74,7 +75,8 @@ def functionalize(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str = "norm",
 ) -> Functional:
-    """Turns a module into pure functions, for `jit`, `vmap` (an ensemble over seeds), `lax.scan` or a loop of one's own.
+    """Turns a module into pure functions, for `jit`, `vmap` (an ensemble over seeds), `lax.scan` or a loop of one's
+    own.
 
     The functions are those that the trainer compiles, so a loop over them gives what `fit` gives. Callbacks, loggers
     and hooks are not part of them.
@@ -103,15 +105,19 @@ def functionalize(
     engine.ensure_optimizer_states()
     binding = engine.binding
     options = TrainOptions(clip=gradient_clip_algorithm if gradient_clip_val else None, outputs=True)
-    floating = np.float64 if jax.config.jax_enable_x64 else np.float32
+    floating = float_dtype()
     hyper = [value for handle in binding.optimizers for value in handle.host_hyper()]
     tree = engine.tree
     state = jax.tree.map(
         jnp.array,
         FunctionalState(
-            step=np.int32(0), seed=np.uint32(seed % (1 << 32)), params=tree.params, variables=tree.variables,
-            opt_state=tree.opt_state, hyper=np.array(hyper, floating),
-        ),  # fmt: skip
+            step=np.int32(0),
+            seed=np.uint32(seed % (1 << 32)),
+            params=tree.params,
+            variables=tree.variables,
+            opt_state=tree.opt_state,
+            hyper=np.array(hyper, floating),
+        ),
     )
     lead = np.array([1.0, 1.0, gradient_clip_val or 0.0], floating)
     if lead.shape != (FLOATS,):
@@ -148,11 +154,12 @@ def functionalize(
         )
 
     def evaluate(stage: str, state: FunctionalState, batch: Any) -> tuple[Any, dict[str, Any]]:
-        scalars = Scalars(*(jnp.zeros((), jnp.int32) for _ in range(4)))
+        scalars = Scalars.of([jnp.zeros((), jnp.int32)] * 4)
 
         def step(table: SlotTable, info: StepInfo, acc: Any) -> Any:
             return core.eval_step(
-                binding, table, info, EvalOptions(stage, outputs=True), state.params, state.variables, acc, batch, scalars,
+                binding, table, info, EvalOptions(stage, outputs=True), state.params, state.variables, acc, batch,
+                scalars,
                 state.seed,
             )  # fmt: skip
 

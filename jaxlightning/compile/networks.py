@@ -59,7 +59,7 @@ def is_linen(value: Any) -> bool:
 
 
 def is_nnx(value: Any) -> bool:
-    """Whether the object is an NNX module (looked up by name: importing nnx costs time that a linen user need not pay)."""
+    """Whether the object is an NNX module; by name, because importing nnx costs a linen user time."""
     return _mro_has(value, "flax.nnx", "Module")
 
 
@@ -131,9 +131,7 @@ class LinenNetwork:
         self._copy_of: str | None = None
         self.training = True
 
-    def __call__(
-        self, *args: Any, method: Any = None, rngs: Any = None, mutable: Any = None, **kwargs: Any
-    ) -> Any:
+    def __call__(self, *args: Any, method: Any = None, rngs: Any = None, mutable: Any = None, **kwargs: Any) -> Any:
         """Applies the network.
 
         Args:
@@ -190,7 +188,8 @@ class LinenNetwork:
         key = jax.random.fold_in(jax.random.key(trace.init_seed), path_hash(self._init_path))
         rngs = {**rngs, "params": key}
         with nn.intercept_methods(_refuse_channels_first(self._path, args)):
-            # `init`, not `apply`: only then do layers know that they are being created and leave their statistics alone.
+            # `init`, not `apply`: only then do layers know that they are being created and leave their statistics
+            # alone.
             output, made = self._module.init_with_output(rngs, *args, method=method, **kwargs)
         updates = plain(made)
         params = updates.pop("params", None)
@@ -239,7 +238,9 @@ class LinenNetwork:
         if isinstance(method, str):
             found = getattr(type(self._module), method, None)
             if found is None:
-                raise AttributeError(f"Network `self.{self._path}` ({type(self._module).__name__}) has no method {method!r}.")
+                raise AttributeError(
+                    f"Network `self.{self._path}` ({type(self._module).__name__}) has no method {method!r}."
+                )
             return found  # type: ignore[no-any-return]
         return getattr(method, "__func__", method)  # type: ignore[no-any-return]
 
@@ -263,7 +264,8 @@ class LinenNetwork:
             return
         shapes = [tuple(a.shape) for a in args if hasattr(a, "shape")]
         note = (
-            f"While calling network `self.{self._path}` ({type(self._module).__name__}) with input shapes {shapes}. Its "
+            f"While calling network `self.{self._path}` ({type(self._module).__name__}) with input shapes {shapes}. "
+            "Its "
             "variables were created for another input; a network keeps the shape of its first call."
         )
         images = [shape for shape in shapes if len(shape) == 4 and shape[1] in (1, 3, 4)]
@@ -284,7 +286,8 @@ class LinenNetwork:
         trace = current_trace()
         if trace is not None:
             raise NotImplementedError(
-                f"Assigning `self.{self._path}.params` inside a compiled step is not supported in this version. Assign it "
+                f"Assigning `self.{self._path}.params` inside a compiled step is not supported in this version. "
+                "Assign it "
                 "in a hook such as `on_train_batch_end`, between steps."
             )
         self._engine.params = {**self._engine.params, self._path: plain(value)}
@@ -321,7 +324,8 @@ class LinenNetwork:
 def _channels_note(shape: tuple[int, ...]) -> str:
     return (
         f" The input {shape} looks like images with channels first: axis 1 has {shape[1]} channels, while Flax expects "
-        "channels on the last axis. Pass `Trainer(channels_last=True)` to have image leaves of the batch turned to NHWC, "
+        "channels on the last axis. Pass `Trainer(channels_last=True)` to have image leaves of the batch turned to "
+        "NHWC, "
         "or transpose in the step: `x.transpose(0, 2, 3, 1)`."
     )
 
@@ -342,7 +346,9 @@ def _refuse_channels_first(path: str, args: Any) -> Callable[..., Any]:
                 and shape[1] in (1, 3, 4)
                 and shape[2] == shape[3] > 4
             ):
-                raise ValueError(f"Network `self.{path}` got an input whose channels do not fit.{_channels_note(shape)}")
+                raise ValueError(
+                    f"Network `self.{path}` got an input whose channels do not fit.{_channels_note(shape)}"
+                )
         return call(*a, **k)
 
     return intercept

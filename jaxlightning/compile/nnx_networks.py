@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxlightning.compile.paths import Nested, flatten
 from jaxlightning.compile.trace import Trace, path_hash
@@ -42,7 +43,7 @@ class NnxGroup:
         """
         nnx = self._nnx
         graphdef, params, rngs, rest = nnx.split(self.modules, nnx.Param, nnx.RngState, ...)
-        changed = getattr(self, "graphdef", None) != graphdef
+        changed = bool(getattr(self, "graphdef", None) != graphdef)
         self.graphdef = graphdef
         self._templates = {"params": params, "rngs": rngs, "rest": rest}
         self._paths = {name: [path for path, _ in nnx.to_flat_state(state)] for name, state in self._templates.items()}
@@ -50,7 +51,7 @@ class NnxGroup:
         self._salts = {
             path: int(jax.random.bits(variable.get_value())) & _SEED_MASK
             for path, variable in nnx.to_flat_state(rngs)
-            if jax.dtypes.issubdtype(variable.get_value().dtype, jax.dtypes.prng_key)
+            if jnp.issubdtype(variable.get_value().dtype, jax.dtypes.prng_key)
         }
         return changed
 
@@ -101,9 +102,13 @@ class NnxGroup:
             if salt is not None:
                 rngs[name] = jax.random.fold_in(jax.random.fold_in(trace.key, path_hash(name)), salt)
             else:
-                rngs[name] = jax.numpy.zeros_like(variable.get_value())
+                rngs[name] = jnp.zeros_like(variable.get_value())
         merged: dict[str, Any] = nnx.merge(
-            self.graphdef, self._state("params", params), self._state("rngs", rngs), self._state("rest", rest), copy=True
+            self.graphdef,
+            self._state("params", params),
+            self._state("rngs", rngs),
+            self._state("rest", rest),
+            copy=True,
         )
         for name in eval_networks:
             if name in merged:
@@ -119,7 +124,7 @@ class NnxGroup:
             RuntimeError: If the step added, removed or replaced something on a module.
         """
         nnx = self._nnx
-        graphdef, params, _, rest = nnx.split(self._merged, nnx.Param, nnx.RngState, ...)
+        graphdef, _, _, rest = nnx.split(self._merged, nnx.Param, nnx.RngState, ...)
         if graphdef != self._bound_graphdef:
             raise RuntimeError(
                 "The step changed the structure of an NNX network (an attribute or Variable was added, removed or "

@@ -19,6 +19,12 @@ from jaxlightning.compile.trace import LogEntry
 BLOCK = 16
 
 
+def float_dtype() -> type[np.floating[Any]]:
+    """The dtype of float inputs and log values: float64 in JAX's x64 mode, else float32."""
+    x64 = jax.config.read("jax_enable_x64")  # type: ignore[no-untyped-call]
+    return np.float64 if x64 else np.float32
+
+
 class SlotTable:
     """Append-only places of logged keys in the packed vectors of one stage."""
 

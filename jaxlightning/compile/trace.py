@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import jax
 from jaxlightning.compile.log_plan import LogMeta
 
 if TYPE_CHECKING:
-    from jaxlightning.compile.networks import NnxGroup
+    from jaxlightning.compile.nnx_networks import NnxGroup
 
 __all__ = ["LogEntry", "Scalars", "Trace", "activate", "current_trace", "note_stage_read"]
 
@@ -61,6 +61,12 @@ class Scalars:
     micro_step: Any
     dataloader_idx: int | None = None
 
+    @classmethod
+    def of(cls, ints: Sequence[Any], dataloader_idx: int | None = None) -> Scalars:
+        """The scalars of a step's integer inputs without the seed: micro-step, batch, epoch, optimizer step."""
+        micro_step, batch_idx, current_epoch, global_step = ints
+        return cls(batch_idx, current_epoch, global_step, micro_step, dataloader_idx)
+
 
 @dataclass
 class Trace:
@@ -101,7 +107,9 @@ class Trace:
     def add_log(self, meta: LogMeta, value: Any, weight: Any = None) -> None:
         """Records one call of `self.log`; `value` is a 0-d array or number, `weight` None means one."""
         if not self.silent:
-            self.require_own_level(f"`self.log({meta.name!r}, ...)`", "return the value from the function and log it outside")
+            self.require_own_level(
+                f"`self.log({meta.name!r}, ...)`", "return the value from the function and log it outside"
+            )
             self.logs.append(LogEntry(meta, value, weight))
 
     def next_key(self) -> jax.Array:
@@ -123,7 +131,8 @@ class Trace:
         """
         if self.level is not None and trace_level() is not self.level:
             raise RuntimeError(
-                f"{what} was called inside a JAX transform of your own (jax.grad, vmap, scan, cond, checkpoint, jit ...) "
+                f"{what} was called inside a JAX transform of your own (jax.grad, vmap, scan, cond, checkpoint, jit "
+                "...) "
                 f"in the {self.kind} step. Its value exists only inside that transform: {way_out}."
             )
 

@@ -38,7 +38,14 @@ class CompiledStep:
     """
 
     def __init__(
-        self, kind: str, call: Callable[..., Any], info: StepInfo, treedef: Any, positions: Any, seconds: float, stages: Any
+        self,
+        kind: str,
+        call: Callable[..., Any],
+        info: StepInfo,
+        treedef: Any,
+        positions: Any,
+        seconds: float,
+        stages: Any,
     ) -> None:
         self.kind = kind
         self.call = call
@@ -82,7 +89,7 @@ class CompiledStep:
 
 
 def weak_integers(ints: Any) -> list[Any]:
-    """The integers of a vector as weakly typed scalars, so that arithmetic with them keeps the other operand's dtype."""
+    """The integers of a vector as weakly typed scalars: arithmetic with them keeps the other operand's dtype."""
     if isinstance(ints, np.ndarray):
         return [int(i) for i in ints]
     return [_weak(ints[i]) for i in range(ints.shape[0])]
@@ -151,9 +158,9 @@ class Variants:
 
             def step(leaves: Any, arrays: Any, ints: Any, floats: Any) -> Any:
                 state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
-                seed, micro, *rest = weak_integers(ints)
+                seed, *numbers = weak_integers(ints)
                 state, values, outputs, finite = core.train_step(
-                    engine.binding, table, info, options, state, join(arrays), Scalars(*rest, micro), seed, floats
+                    engine.binding, table, info, options, state, join(arrays), Scalars.of(numbers), seed, floats
                 )
                 return _flat(state, state_treedef), values, outputs, finite
 
@@ -162,7 +169,9 @@ class Variants:
         def args() -> tuple[Any, ...]:
             return engine.leaves, arrays, ints, engine.floats
 
-        return self._get(key, "train", build, args, engine, table, donate=(0,), batch=1, treedef=treedef, positions=positions)
+        return self._get(
+            key, "train", build, args, engine, table, donate=(0,), batch=1, treedef=treedef, positions=positions
+        )
 
     def evaluate(
         self, engine: Engine, options: EvalOptions, table: SlotTable, batch: Any, arrays: Any, treedef: Any,
@@ -182,9 +191,18 @@ class Variants:
 
             def step(leaves: Any, acc: Any, arrays: Any, ints: Any) -> Any:
                 params, variables = jax.tree_util.tree_unflatten(state_treedef, leaves)
-                seed, micro, *rest = weak_integers(ints)
+                seed, *numbers = weak_integers(ints)
                 return core.eval_step(
-                    engine.binding, table, info, options, params, variables, acc, join(arrays), Scalars(*rest, micro), seed
+                    engine.binding,
+                    table,
+                    info,
+                    options,
+                    params,
+                    variables,
+                    acc,
+                    join(arrays),
+                    Scalars.of(numbers),
+                    seed,
                 )
 
             return step
@@ -226,7 +244,8 @@ class Variants:
 
     def _get(
         self, key: Any, kind: str, build: Callable[[StepInfo], Callable[..., Any]], args: Callable[[], tuple[Any, ...]],
-        engine: Engine, table: SlotTable | None, *, donate: tuple[int, ...], batch: int | None, treedef: Any, positions: Any,
+        engine: Engine, table: SlotTable | None, *, donate: tuple[int, ...], batch: int | None, treedef: Any,
+        positions: Any,
     ) -> CompiledStep:  # fmt: skip
         found = self._cache.get(key)
         if found is not None:
@@ -235,7 +254,9 @@ class Variants:
         info = StepInfo()
         function = build(info)
         if not self.jit:
-            variant = CompiledStep(kind, functools.partial(_eager, function), info, treedef, positions, 0.0, (None,) * 3)
+            variant = CompiledStep(
+                kind, functools.partial(_eager, function), info, treedef, positions, 0.0, (None,) * 3
+            )
             if table is not None:
                 variant.call = _growing(variant, engine, kind, table)
             self._cache[key] = self.latest[kind] = variant
@@ -267,7 +288,8 @@ class Variants:
         _log.info(
             "%s: compiled the %s step (number %d of its kind) in %.2f s; %.3g floating-point operations, %.3g bytes of "
             "temporary memory; shapes %s.",
-            self.owner, variant.kind, self.counts[variant.kind], variant.seconds, cost.get("flops", float("nan")), temporary,
+            self.owner, variant.kind, self.counts[variant.kind], variant.seconds, cost.get("flops", float("nan")),
+            temporary,
             key[-1] if len(key) > 1 else "-",
         )  # fmt: skip
 
@@ -292,7 +314,9 @@ def _growing(variant: CompiledStep, engine: Engine, kind: str, table: SlotTable)
 def _eager(function: Callable[..., Any], *args: Any) -> Any:
     """Calls a step on concrete JAX arrays; integers stay numpy, so that host numbers are Python numbers in the step."""
     converted = [
-        a if isinstance(a, np.ndarray) and a.dtype == np.int32 and a.ndim == 1 and a.shape[0] == 5 else jax.tree.map(jax.numpy.array, a)
+        a
+        if isinstance(a, np.ndarray) and a.dtype == np.int32 and a.ndim == 1 and a.shape[0] == 5
+        else jax.tree.map(jax.numpy.array, a)
         for a in args
     ]
     return function(*converted)
@@ -302,7 +326,8 @@ def _flat(state: TrainState, treedef: Any) -> tuple[Any, ...]:
     leaves, got = jax.tree_util.tree_flatten(state)
     if got != treedef:
         raise RuntimeError(
-            f"The step changed the structure of the training state.\nBefore: {treedef}\nAfter: {got}\nA network or optimizer "
+            f"The step changed the structure of the training state.\nBefore: {treedef}\nAfter: {got}\nA network or "
+            "optimizer "
             "must keep the names and nesting of its variables."
         )
     return tuple(leaves)

@@ -132,10 +132,10 @@ def make_feed(
     sources: list[Any] = []
     lengths: list[int | float] = []
     group = trainer.strategy.batches_per_step
+    record_indices = stage == RunningStage.PREDICTING and has_prediction_writer(trainer)
     for loader in combined.flattened:
         check_iterable(loader, source, fn)
-        # only a prediction writer asks for the indices of a batch
-        each = as_source(loader, channels_last=trainer.channels_last, record_indices=fn == TrainerFn.PREDICTING)
+        each = as_source(loader, channels_last=trainer.channels_last, record_indices=record_indices)
         if fn == TrainerFn.FITTING and trainer.overfit_batches > 0 and each.is_shuffled is not False:
             if each.is_shuffled:
                 rank_zero_warn(
@@ -158,6 +158,13 @@ def make_feed(
         lengths.append(count_batches(stage, _length(each, loader), limit))
     inner = CombinedLoader(combined._unflatten([SizedView(each) for each in sources]), combined.mode)
     return Feed(combined, sources, inner, lengths)
+
+
+def has_prediction_writer(trainer: Trainer) -> bool:
+    """Tell whether a callback writes predictions, for which the samples of every batch are noted."""
+    from jaxlightning.callbacks._foreign import is_prediction_writer
+
+    return any(map(is_prediction_writer, trainer.callbacks))
 
 
 def _length(source: Any, loader: object) -> int | float:

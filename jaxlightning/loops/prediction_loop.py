@@ -187,9 +187,9 @@ class PredictionLoop(Loop):
 
     def _writers(self) -> tuple[bool, bool]:
         """Whether a prediction writer wants its data at the end, and whether one wants it at every batch."""
-        from jaxlightning.callbacks import BasePredictionWriter
+        from jaxlightning.callbacks._foreign import is_prediction_writer
 
-        writers = [each for each in self.trainer.callbacks if isinstance(each, BasePredictionWriter)]
+        writers = [each for each in self.trainer.callbacks if is_prediction_writer(each)]
         return any(each.interval.on_epoch for each in writers), any(each.interval.on_batch for each in writers)
 
     def _note_indices(self, dataloader_idx: int, on_epoch: bool) -> None:

@@ -105,8 +105,10 @@ class ResultCollection:
         self._snapshot: Snapshot | None = None
         # Steps of the run so far: with it a step value tells whether it is a new one.
         self._steps = 0
+        self._known = _KnownPlans()
+        self._canonical: LogPlan | None = None
         self._older: dict[int, tuple[LogPlan, Snapshot, int]] = {}
-        self._plans: dict[int, LogPlan] = {}
+        self._active_plans: set[int] = set()
         self._accumulators: np.ndarray[Any, Any] | None = None
         self._read_accumulators = read_accumulators
         self._reset_accumulators = reset_accumulators
@@ -156,15 +158,18 @@ class ResultCollection:
         self._snapshot = self._accumulators = None
 
     def _switch_plan(self, plan: LogPlan) -> None:
-        if self._plan is not None:
-            self._older.pop(id(self._plan), None)
-            self._older[id(self._plan)] = (self._plan, self._snapshot or Snapshot(self._values), self._steps)
-        self._older.pop(id(plan), None)
-        self._plan = plan
-        if id(plan) in self._plans:
+        before, now = self._canonical, self._known.canonical(plan)
+        self._plan, self._canonical = plan, now
+        if now is before:
             return
-        self._plans[id(plan)] = plan  # held, so that its id stays its own
-        for meta, slot in zip(plan.metas, plan.slots, strict=True):
+        if before is not None:
+            self._older.pop(id(before), None)
+            self._older[id(before)] = (before, self._snapshot or Snapshot(self._values), self._steps)
+        self._older.pop(id(now), None)
+        if id(now) in self._active_plans:
+            return
+        self._active_plans.add(id(now))
+        for meta, slot in zip(now.metas, now.slots, strict=True):
             entry = self.register(meta)
             entry.slot = slot
             self._activate(entry)
@@ -311,9 +316,30 @@ class ResultCollection:
         self.step_log = self._fresh = False
         self.first_batch = None
         self.batch = self.batch_size = self.dataloader_idx = None
-        self._plan = self._values = self._snapshot = self._accumulators = None
+        self._plan = self._canonical = self._values = self._snapshot = self._accumulators = None
         self._older.clear()
-        self._plans.clear()
+        self._active_plans.clear()
+
+
+class _KnownPlans:
+    """One object for all equal plans, found by identity first: comparing plans looks at every key.
+
+    Compiled variants hand over the same few objects again and again; an eager step makes a new, equal one each time.
+    """
+
+    def __init__(self) -> None:
+        self._by_value: dict[LogPlan, LogPlan] = {}
+        self._by_id: dict[int, tuple[LogPlan, LogPlan]] = {}
+
+    def canonical(self, plan: LogPlan) -> LogPlan:
+        found = self._by_id.get(id(plan))
+        if found is not None:
+            return found[1]
+        known = self._by_value.setdefault(plan, plan)
+        if len(self._by_id) >= 64:
+            self._by_id.clear()
+        self._by_id[id(plan)] = (plan, known)  # holds the plan, so that its id stays its own
+        return known
 
 
 def _combined(reduction: str, rows: list[tuple[Any, Any]]) -> tuple[Any, Any]:

@@ -270,10 +270,10 @@ def as_number(value: Any, what: str) -> float:
 
 
 def settle(new: Any, old: Any = None) -> Any:
-    """Gives a state the dtypes of the one before it, strongly typed.
+    """Gives a state the dtypes of the one before it, strongly typed, and every leaf a buffer of its own.
 
-    Float32 hyper-parameters would widen bfloat16 moments, and a weak type that becomes a strong one would compile the
-    step a second time.
+    Float32 hyper-parameters would widen bfloat16 moments; a weak type that becomes a strong one would compile the step
+    a second time; and the step donates every leaf, so none may be another one's (as in `optax.scale_by_lbfgs`).
 
     Args:
         new: The new state.
@@ -283,7 +283,14 @@ def settle(new: Any, old: Any = None) -> Any:
         The new state.
     """
     if old is None:
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.result_type(leaf)), new)
+        seen: set[int] = set()
+
+        def own(leaf: Any) -> Any:
+            array = jnp.array(leaf, dtype=jnp.result_type(leaf), copy=id(leaf) in seen)
+            seen.add(id(leaf))
+            return array
+
+        return jax.tree.map(own, new)
     return jax.tree.map(lambda leaf, like: jnp.asarray(leaf, dtype=jnp.result_type(like)), new, old)
 
 

@@ -65,11 +65,11 @@ class SingleDeviceStrategy(Strategy):
         super().__init__(devices[:1])
         self._default = self.devices[0] == jax.devices()[0]
 
-    def put(self, tree: Any) -> Any:  # noqa: D102
+    def put(self, tree: Any) -> Any:
         # Uncommitted where possible: a committed array would be another entry of every jit cache.
         return jax.device_put(tree) if self._default else jax.device_put(tree, self.devices[0])
 
-    def jit(  # noqa: D102
+    def jit(
         self, function: Callable[..., Any], example: tuple[Any, ...], *, donate: tuple[int, ...], batch: int | None
     ) -> Any:
         if self._default:
@@ -90,10 +90,10 @@ class DataParallelStrategy(Strategy):
         super().__init__(devices)
         self.batches_per_step = len(self.devices)
         self.mesh = jax.sharding.Mesh(np.array(self.devices), ("data",))
-        self._everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        self._split = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("data"))
+        self._everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())  # type: ignore[no-untyped-call]
+        self._split = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("data"))  # type: ignore[no-untyped-call]
 
-    def put(self, tree: Any) -> Any:  # noqa: D102
+    def put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._everywhere)
 
     def batch_sharding(self, leaf: Any) -> Any:
@@ -101,16 +101,14 @@ class DataParallelStrategy(Strategy):
         shape = np.shape(leaf)
         return self._split if shape and shape[0] and shape[0] % len(self.devices) == 0 else self._everywhere
 
-    def jit(  # noqa: D102
+    def jit(
         self, function: Callable[..., Any], example: tuple[Any, ...], *, donate: tuple[int, ...], batch: int | None
     ) -> Any:
         shardings = [
             jax.tree.map(self.batch_sharding, argument) if i == batch else self._everywhere
             for i, argument in enumerate(example)
         ]
-        return jax.jit(
-            function, donate_argnums=donate, in_shardings=tuple(shardings), out_shardings=self._everywhere
-        )
+        return jax.jit(function, donate_argnums=donate, in_shardings=tuple(shardings), out_shardings=self._everywhere)
 
 
 @functools.cache
@@ -153,10 +151,20 @@ def make_strategy(
     chosen = _choose(devices, found, accelerator)
     if strategy in ("auto", "single_device") and len(chosen) == 1:
         return SingleDeviceStrategy(chosen)
-    if strategy in ("auto", "ddp", "ddp_spawn", "ddp_notebook", "ddp_fork", "ddp_find_unused_parameters_true", "data_parallel"):
+    if strategy in (
+        "auto",
+        "ddp",
+        "ddp_spawn",
+        "ddp_notebook",
+        "ddp_fork",
+        "ddp_find_unused_parameters_true",
+        "data_parallel",
+    ):
         return DataParallelStrategy(chosen)
     if strategy == "single_device":
-        raise MisconfigurationException(f"`strategy='single_device'` runs on one device, but devices={devices!r} was given.")
+        raise MisconfigurationException(
+            f"`strategy='single_device'` runs on one device, but devices={devices!r} was given."
+        )
     raise ValueError(
         f"You selected an invalid strategy name: `strategy={strategy!r}`. Built so far: 'auto', 'single_device', 'ddp'."
     )
@@ -179,7 +187,11 @@ def _choose(devices: Any, found: tuple[jax.Device, ...], accelerator: str) -> li
         raise MisconfigurationException(
             f"`Trainer(devices={devices!r})` does not fit: this machine has {len(found)} device(s) of the kind "
             f"{found[0].platform!r} (accelerator={accelerator!r})."
-            + (" On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N simulates N." if found[0].platform == "cpu" else "")
+            + (
+                " On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N simulates N."
+                if found[0].platform == "cpu"
+                else ""
+            )
         )
     return [found[i] for i in wanted]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from jaxlightning.adapters import as_source
 
 pytestmark = pytest.mark.torch

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from jaxlightning.adapters import as_source
 
 pytestmark = pytest.mark.torch
@@ -35,7 +34,12 @@ from torch.utils.data import (  # noqa: E402
 )
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
-NARROWED = {"torch.int64": "int32", "torch.uint64": "uint32", "torch.float64": "float32", "torch.complex128": "complex64"}
+NARROWED = {
+    "torch.int64": "int32",
+    "torch.uint64": "uint32",
+    "torch.float64": "float32",
+    "torch.complex128": "complex64",
+}
 CASES: dict[str, Callable[[], Any]] = {}
 
 
@@ -144,10 +148,9 @@ for _kind in ("tensor", "tuple", "dict", "namedtuple", "list", "numpy", "mixed")
         CASES[f"container {_kind} shuffle={_shuffle}"] = lambda kind=_kind, shuffle=_shuffle: DataLoader(
             td.Samples(kind=kind), batch_size=4, shuffle=shuffle
         )
-for _dtype in (
-    "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
-    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-).split():
+DTYPES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
+DTYPES += " float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+for _dtype in DTYPES.split():
     CASES[f"dtype {_dtype} unbatched"] = lambda dtype=_dtype: DataLoader(
         td.Samples(kind="tensor", dtype=dtype), batch_size=None
     )
@@ -404,7 +407,7 @@ WORKER_CASES: dict[str, Callable[[], Any]] = {
         td.RandomlyNoisy(), batch_size=4, num_workers=2, worker_init_fn=td.seed_worker
     ),
     "custom collate": lambda: DataLoader(td.Samples(), batch_size=4, num_workers=1, collate_fn=td.record_collate),
-    "forkserver chosen": lambda: DataLoader(td.Samples(), batch_size=4, num_workers=1, multiprocessing_context="fork"),
+    "fork chosen": lambda: DataLoader(td.Samples(), batch_size=4, num_workers=1, multiprocessing_context="fork"),
 }
 
 

@@ -444,3 +444,23 @@ def test_a_plain_callback_of_lightning_runs_in_our_trainer() -> None:
     trainer = pl.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_epochs=2, callbacks=[Mine()])
     trainer.fit(_Flags())
     assert events == [(0, 10, 1.0), (1, 20, 1.0)]
+
+
+@pytest.mark.lightning
+def test_a_prediction_writer_of_lightning_gets_the_indices_too() -> None:
+    from lightning.pytorch.callbacks import BasePredictionWriter as Theirs
+
+    events: list[Any] = []
+
+    class Writer(Theirs):  # type: ignore[misc]
+        def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any) -> None:
+            events.append((float(prediction), indices))
+
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+            events.append((_numbers(predictions), indices))
+
+    trainer = pl.Trainer(
+        **QUIET, logger=False, enable_checkpointing=False, callbacks=[Writer(write_interval="batch_and_epoch")]
+    )
+    trainer.predict(_Sums(), pl.ArrayLoader(np.arange(3.0, dtype=np.float32), batch_size=2))
+    assert events == [(1.0, [0, 1]), (2.0, [2]), ([1.0, 2.0], [[[0, 1], [2]]])]

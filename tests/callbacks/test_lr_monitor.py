@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
+import jax
 import numpy as np
 import optax
 import pytest
@@ -194,12 +195,13 @@ def test_an_injected_optax_schedule_is_logged_from_the_device() -> None:
     logged = [(event["step"], event["metrics"]) for event in events if event["hook"] == "log_metrics"]
     assert [step for step, _ in logged] == [1, 3]
     assert [list(metrics) for _, metrics in logged] == [["lr-sgd"]] * 2
-    # what the optimizer state holds is the rate of the last update
-    assert [float(metrics["lr-sgd"]) for _, metrics in logged] == [1.0, 0.5]
+    # as in Lightning the rate is that of the step about to run
+    assert [float(metrics["lr-sgd"]) for _, metrics in logged] == [0.75, 0.25]
 
 
-def test_a_plain_optax_transformation_gives_a_warning_and_no_rate() -> None:
+def test_a_rate_hidden_in_a_plain_transformation_gives_a_warning() -> None:
     events: list[dict[str, Any]] = []
+    descent = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -0.1 * g, grads))
     with pytest.warns(UserWarning, match="LearningRateMonitor cannot know the learning rate"):
-        _fit(lambda: optax.sgd(0.1), events)
+        _fit(lambda: descent, events)
     assert not [event for event in events if event["hook"] == "log_metrics"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlightning.callbacks import ModelSummary
+from jaxlightning.callbacks import ModelSummary, RichModelSummary
 from jaxlightning.callbacks._summary import human_readable_bytes, human_readable_count, summarize
 from jaxlightning.module import JaxLightningModule
 
@@ -264,3 +264,19 @@ def test_counts_are_abbreviated_as_in_lightning() -> None:
 def test_bytes_are_abbreviated() -> None:
     sizes = [human_readable_bytes(n) for n in (0, 999, 1000, 52_000, 3_400_000, 10**15)]
     assert sizes == ["0 B", "999 B", "1.0 kB", "52.0 kB", "3.4 MB", "1000.0 TB"]
+
+
+def test_the_rich_summary_shows_the_same_numbers(
+    model: _Model, make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    _run(RichModelSummary(max_depth=2), make_trainer, model)
+    out = capsys.readouterr().out
+    assert "Total params: 91" in out
+    row = next(line for line in out.splitlines() if "head" in line)
+    assert [cell.strip() for cell in row.split("\u2502")[1:-1]] == [
+        "4", "head", "Dense", "8", "32 B", "train", "bias[2] kernel[3, 2]",
+    ]  # fmt: skip
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"jaxlightning\[rich\]"):
+        RichModelSummary()

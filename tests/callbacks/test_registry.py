@@ -14,13 +14,16 @@ from jaxlightning.callbacks import (
     LambdaCallback,
     ProgressBar,
     Timer,
+    TQDMProgressBar,
     _registry,
 )
 from jaxlightning.callbacks._foreign import check_callbacks, is_foreign_callback
 from jaxlightning.callbacks._registry import (
+    is_monitoring_callback,
     load_external_callbacks,
     merge_model_callbacks,
     reorder_callbacks,
+    runs_user_code,
     validate_callbacks,
 )
 
@@ -138,7 +141,7 @@ def test_plain_subclasses_of_lightnings_callback_are_accepted() -> None:
         (lambda c: c.TQDMProgressBar(), "TQDMProgressBar"),
         (lambda c: c.RichProgressBar(), "RichProgressBar"),
         (lambda c: c.LearningRateMonitor(), "LearningRateMonitor"),
-        (lambda c: c.RichModelSummary(), "ModelSummary"),
+        (lambda c: c.RichModelSummary(), "RichModelSummary"),
         (lambda c: c.Timer(), "Timer"),
         (lambda c: c.GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler"),
         (lambda c: c.StochasticWeightAveraging(0.1), None),
@@ -157,3 +160,30 @@ def test_lightnings_own_callbacks_are_refused_with_the_name_of_ours(
 
 def test_a_bar_is_a_callback() -> None:
     check_callbacks([ProgressBar()])
+
+
+def test_only_code_outside_this_package_is_the_users() -> None:
+    class Mine(TQDMProgressBar):
+        def on_train_batch_end(self, *args: Any) -> None: ...
+
+    assert runs_user_code(Mine(), "on_train_batch_end")
+    assert not runs_user_code(Mine(), "on_train_epoch_end")
+    assert not runs_user_code(TQDMProgressBar(), "on_train_batch_end")
+    assert not runs_user_code(Callback(), "on_train_batch_end")
+    assert not runs_user_code(Callback(), "no_hook")
+    assert runs_user_code(LambdaCallback(on_train_start=print), "on_train_start")
+    assert not runs_user_code(LambdaCallback(on_train_start=print), "on_train_end")
+    assert is_monitoring_callback(EarlyStopping("x"))
+    assert is_monitoring_callback(Checkpoint())
+    assert not is_monitoring_callback(Timer())
+
+
+@pytest.mark.lightning
+def test_hooks_that_lightnings_base_class_only_declares_are_not_the_users() -> None:
+    from lightning.pytorch import Callback as Theirs
+
+    class Mine(Theirs):  # type: ignore[misc]
+        def on_train_start(self, *args: Any) -> None: ...
+
+    assert runs_user_code(Mine(), "on_train_start")
+    assert not runs_user_code(Mine(), "on_train_end")

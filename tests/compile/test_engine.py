@@ -54,7 +54,9 @@ def test_training_equals_a_hand_written_loop() -> None:
     @jax.jit
     def step(params: Any, stats: Any, state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
-            logits, updates = LinenNet().apply({"params": params, **stats}, batch[0], train=True, mutable=["batch_stats"])
+            logits, updates = LinenNet().apply(
+                {"params": params, **stats}, batch[0], train=True, mutable=["batch_stats"]
+            )
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean(), updates
 
         (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
@@ -147,7 +149,9 @@ class Record:
     y: Any
 
 
-@pytest.mark.parametrize("make", [tuple, list, lambda p: {"x": p[0], "y": p[1]}, lambda p: Pair(*p), lambda p: Record(*p)])
+@pytest.mark.parametrize(
+    "make", [tuple, list, lambda p: {"x": p[0], "y": p[1]}, lambda p: Pair(*p), lambda p: Record(*p)]
+)
 def test_batches_keep_their_container(make: Any) -> None:
     kinds = []
 
@@ -339,7 +343,9 @@ def test_none_skips_the_update_and_leaves_the_optimizer_alone() -> None:
     out = engine.train_step(batches()[0], batch_idx=2, want_outputs=True)
     assert out.skipped
     assert out.outputs == {}
-    for before, after in zip(jax.tree.leaves((params, state)), jax.tree.leaves((engine.params, engine.opt_state)), strict=True):
+    for before, after in zip(
+        jax.tree.leaves((params, state)), jax.tree.leaves((engine.params, engine.opt_state)), strict=True
+    ):
         np.testing.assert_array_equal(before, after)
 
 
@@ -441,7 +447,9 @@ def test_the_state_dict_round_trips_and_lists_differences() -> None:
     assert train(fresh, batches(), 3) == expected
     other = make_engine(Classifier(LinenNet()))
     train(other, batches(features=9), 1)
-    with pytest.raises(RuntimeError, match=r"differing: params/net/Dense_0/kernel is \(6, 16\) in the checkpoint, \(9, 16\) here"):
+    with pytest.raises(
+        RuntimeError, match=r"differing: params/net/Dense_0/kernel is \(6, 16\) in the checkpoint, \(9, 16\) here"
+    ):
         other.load_state_dict(saved)
     sgd = Classifier()
     sgd.configure_optimizers = lambda: optax.sgd(0.1, momentum=0.9)  # type: ignore[method-assign]

@@ -84,7 +84,7 @@ def test_the_demo_leaves_a_picture_a_checkpoint_and_events(
 ) -> None:
     load("demo").main(["--epochs", "1", "--limit", "600", "--data", str(data), "--output", str(tmp_path), "--quiet"])
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert list((tmp_path / "checkpoints").glob("*.ckpt"))
+    assert list(tmp_path.rglob("*.ckpt"))
     assert list(tmp_path.rglob("events.out.tfevents.*"))
     said = capsys.readouterr().out
     assert "test accuracy" in said

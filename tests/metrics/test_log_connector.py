@@ -421,6 +421,39 @@ def test_nothing_is_read_between_log_points(fake: Any, monkeypatch: pytest.Monke
     assert trainer.lightning_module._engine.reads == 1
 
 
+def test_equal_plans_of_an_eager_engine_pile_up_nowhere(fake: Any) -> None:
+    import dataclasses
+
+    class Module(fake.Module):  # type: ignore[name-defined,misc]
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("x", jnp.float32(batch_idx), on_step=True, on_epoch=True)
+            if batch_idx % 2:
+                self.log("odd", jnp.float32(batch_idx))
+
+    trainer = fake.Trainer(Module(), log_every_n_steps=1)
+    step = trainer.lightning_module._engine.step
+
+    def eager(*args: Any) -> Any:
+        out = step(*args)
+        out.plan = dataclasses.replace(out.plan)
+        return out
+
+    trainer.lightning_module._engine.step = eager
+    seen = []
+    inner = trainer.connector.update_train_epoch_metrics
+
+    def look() -> None:
+        results = trainer.connector._collections["train"]
+        seen.append((len(results._older), len(results._active_plans), len(results._known._by_id)))
+        inner()
+
+    trainer.connector.update_train_epoch_metrics = look
+    trainer.fit(fake.batches(*[2] * 150))
+    assert seen[0][:2] == (1, 2)
+    assert seen[0][2] <= 64
+    assert trainer.callback_metrics == {"x": 74.5, "x_step": 149.0, "odd": 149.0, "x_epoch": 74.5}
+
+
 def test_late_emission_sends_the_same_one_step_later(fake: Any) -> None:
     moments: list[tuple[str, Any]] = []
 

@@ -58,7 +58,8 @@ def batches(n: int = 4, size: int = 8, features: int = 6, dtype: Any = np.float3
     """Random batches, the same at every call."""
     rng = np.random.default_rng(0)
     return [
-        (rng.standard_normal((size, features)).astype(dtype), rng.integers(0, 4, size).astype(np.int32)) for _ in range(n)
+        (rng.standard_normal((size, features)).astype(dtype), rng.integers(0, 4, size).astype(np.int32))
+        for _ in range(n)
     ]
 
 

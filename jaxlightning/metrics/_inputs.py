@@ -1,0 +1,103 @@
+"""Preparing predictions and targets of classification metrics, as torchmetrics does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["as_labels", "check_option", "integer_targets", "normalized", "same_shape", "valid_mask"]
+
+
+def check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Refuse a value that is not on the list.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if value not in allowed:
+        raise ValueError(f"Expected argument `{name}` to be one of {allowed}, but got {value!r}.")
+
+
+def integer_targets(target: Any, metric: str) -> jax.Array:
+    """Targets as integers.
+
+    Raises:
+        ValueError: If they are floating point.
+    """
+    target = jnp.asarray(target)
+    if jnp.issubdtype(target.dtype, jnp.floating):
+        raise ValueError(f"Expected `target` of `{metric}` to be integers or booleans, but got {target.dtype}.")
+    return target.astype(jnp.int32)
+
+
+def same_shape(preds: Any, target: Any, metric: str) -> None:
+    """Refuse predictions and targets of different shapes.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if preds.shape != target.shape:
+        raise ValueError(
+            f"Expected `preds` and `target` of `{metric}` to have the same shape, but got {preds.shape} and "
+            f"{target.shape}."
+        )
+
+
+def valid_mask(target: jax.Array, ignore_index: int | None) -> jax.Array:
+    """Which targets count, of the shape of `target`."""
+    return jnp.ones(target.shape, bool) if ignore_index is None else target != ignore_index
+
+
+def normalized(preds: jax.Array, how: str, valid: jax.Array | None = None, axis: int = -1) -> jax.Array:
+    """Probabilities: if any prediction is outside [0, 1], all are taken for logits.
+
+    Args:
+        preds: Floating point.
+        how: `"sigmoid"` or `"softmax"`.
+        valid: Which predictions are asked; all by default.
+        axis: Where the classes are, for the softmax.
+
+    Returns:
+        An array of the same shape.
+    """
+    outside = (preds < 0) | (preds > 1) | jnp.isnan(preds)
+    if valid is not None:
+        outside = outside & valid
+    logits = jax.nn.sigmoid(preds) if how == "sigmoid" else jax.nn.softmax(preds, axis=axis)
+    return jnp.where(jnp.any(outside), logits, preds)
+
+
+def as_labels(preds: jax.Array, threshold: float, valid: jax.Array | None = None) -> jax.Array:
+    """Zeros and ones from probabilities or logits; integer predictions stay as they are."""
+    if jnp.issubdtype(preds.dtype, jnp.floating):
+        preds = normalized(preds, "sigmoid", valid) > threshold
+    return preds.astype(jnp.int32)
+
+
+def thresholds_of(thresholds: int | list[float] | Any, metric: str) -> np.ndarray[Any, Any]:
+    """The thresholds of a binned curve, float32 of shape [T].
+
+    Raises:
+        NotImplementedError: For None, the exact curve.
+        ValueError: If they are fewer than two or outside [0, 1].
+    """
+    if thresholds is None:
+        raise NotImplementedError(
+            f"`{metric}(thresholds=None)` would keep every prediction, and a state that grows with the data cannot "
+            "live in a compiled step. Give the number of bins, for example `thresholds=200`."
+        )
+    if isinstance(thresholds, int):
+        if thresholds < 2:
+            raise ValueError(f"Expected argument `thresholds` to be at least 2, but got {thresholds}.")
+        # Symmetric, as torch.linspace computes it: equal comparisons need equal bits.
+        step = np.float32(1) / np.float32(thresholds - 1)
+        up = np.arange(thresholds, dtype=np.float32) * step
+        down = np.float32(1) - step * np.arange(thresholds - 1, -1, -1, dtype=np.float32)
+        return np.where(np.arange(thresholds) < thresholds // 2, up, down).astype(np.float32)
+    values = np.asarray(thresholds, np.float32)
+    if values.ndim != 1 or not np.all((values >= 0) & (values <= 1)):
+        raise ValueError(f"Expected argument `thresholds` to be numbers in [0, 1], but got {thresholds!r}.")
+    return values
