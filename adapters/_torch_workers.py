@@ -254,7 +254,10 @@ def probe(loader: Any) -> None:
     receive, send = worker_context.Pipe(duplex=False)
     try:
         trial = _ProbeProcess(parts, send)
-        trial.start()
+        try:
+            trial.start()
+        except OSError as error:  # no memory, no descriptors, no socket directory: the whole loader stays here
+            raise CannotSend("dataset", loader.dataset, f"the worker server does not start: {error}") from error
         send.close()
         try:
             failure = receive.recv() if receive.poll(_PROBE_SECONDS) else ("dataset", "it took too long to load")

@@ -12,7 +12,7 @@ from jaxlightning.utilities.hparams import HyperparametersMixin
 from jaxlightning.utilities.model_helpers import restricted_classmethod
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from jaxlightning.trainer import Trainer
 
@@ -138,7 +138,7 @@ class LightningDataModule(HyperparametersMixin):
         given = {"batch_size": batch_size, "num_workers": num_workers}
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
         extra = {name: value for name, value in given.items() if name in names or takes_any}
-        datamodule = cls(**{**extra, **datamodule_kwargs}) if _own_init(cls) else cls()
+        datamodule = cls(**{**extra, **datamodule_kwargs})
         datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
         for kind, dataset in zip(_KINDS, datasets, strict=True):
             if dataset is not None:
@@ -188,10 +188,6 @@ class LightningDataModule(HyperparametersMixin):
         return f"{{{type(self).__name__}: {'; '.join(parts) or 'no dataloaders'}}}"
 
 
-def _own_init(cls: type) -> bool:
-    return cls.__init__ is not LightningDataModule.__init__
-
-
 def _describe(loaders: Any) -> str:
     leaves, _ = flatten(loaders)
     sizes = []
@@ -226,9 +222,7 @@ def _loader(dataset: Any, batch_size: int, num_workers: int, shuffle: bool) -> A
         from torch.utils.data import DataLoader
 
         shuffle = shuffle and not _is_torch(dataset, "IterableDataset")
-        return DataLoader(
-            dataset, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers, pin_memory=False
-        )
+        return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers, pin_memory=False)
     from jaxlightning.adapters import ArrayLoader
 
     if isinstance(dataset, tuple):

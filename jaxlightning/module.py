@@ -7,20 +7,19 @@ compiled functions is `compile`'s business.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.compile.effects import INTERNAL, has_networks
-from jaxlightning.compile.log_plan import LogMeta
 from jaxlightning.compile.networks import stamp_origin
 from jaxlightning.compile.paths import flatten, merge
 from jaxlightning.compile.selection import ParameterSelection
-from jaxlightning.compile.trace import Scalars, Trace, current_trace
+from jaxlightning.compile.trace import Scalars, current_trace
 from jaxlightning.hooks import ModuleHooks
+from jaxlightning.module_logging import ModuleLogging
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.hparams import HyperparametersMixin
 from jaxlightning.utilities.model_helpers import restricted_classmethod
-from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from typing import Self
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["JaxLightningModule", "LightningModule"]
 
 
-class JaxLightningModule(ModuleHooks, HyperparametersMixin):
+class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
     """The class to subclass: Lightning's `LightningModule` with steps in `jax.numpy`.
 
     Put Flax networks (linen or NNX) on `self` in `__init__`; call them in the steps as in Lightning. The trainer traces
@@ -258,106 +257,6 @@ class JaxLightningModule(ModuleHooks, HyperparametersMixin):
             NotImplementedError: Always.
         """
         raise NotImplementedError("`unfreeze()` is not built yet. Give the optimizer only what is to be trained.")
-
-    # --- logging ------------------------------------------------------------------------------------------------
-
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: str | Callable[[Any], Any] = "mean",
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_group: Any = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        metric_attribute: str | None = None,
-        rank_zero_only: bool = False,
-    ) -> None:
-        """Logs a scalar under a key; inside a compiled step it costs no host read.
-
-        Args:
-            name: The key.
-            value: A number or an array with a single element.
-            prog_bar: Whether the progress bar shows it.
-            logger: Whether loggers get it (None: yes).
-            on_step: Whether each step's value is logged; None takes the hook's default.
-            on_epoch: Whether the values are reduced over the epoch; None takes the hook's default.
-            reduce_fx: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"` or the function of that name.
-            enable_graph: Accepted; a logged value never takes part in a gradient.
-            sync_dist: Accepted; values of one process with several devices are global already.
-            sync_dist_group: Must be None.
-            add_dataloader_idx: Whether keys of several loaders get the suffix `/dataloader_idx_N`.
-            batch_size: Weight of a mean; inferred from the batch by default.
-            metric_attribute: Name of the attribute that holds a metric object.
-            rank_zero_only: Whether only the first process logs it.
-
-        Raises:
-            MisconfigurationException: For a hook or options that Lightning refuses.
-            ValueError: For a value that is not a scalar.
-        """
-        trace = current_trace()
-        if trace is not None and trace.silent:
-            return
-        if self._trainer is None:
-            if trace is not None:
-                self._log_without_trainer(trace, name, value, on_step, on_epoch, reduce_fx, batch_size)
-                return
-            rank_zero_warn(
-                "You are trying to `self.log()` but the `self.trainer` reference is not registered on the model yet. "
-                "This happens when `self.log` is called before the model is given to a trainer."
-            )
-            return
-        self._trainer._logger_connector.log(
-            self, name, value, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch,
-            reduce_fx=reduce_fx,
-            enable_graph=enable_graph, sync_dist=sync_dist, sync_dist_group=sync_dist_group,
-            add_dataloader_idx=add_dataloader_idx, batch_size=batch_size, metric_attribute=metric_attribute,
-            rank_zero_only=rank_zero_only,
-        )  # fmt: skip
-
-    def _log_without_trainer(
-        self, trace: Trace, name: str, value: Any, on_step: Any, on_epoch: Any, reduce_fx: Any, batch_size: Any
-    ) -> None:
-        """Logging in the pure functions of `functionalize`: step values only matter there."""
-        fx = self._current_fx_name or "training_step"
-        meta = LogMeta(
-            fx=fx, name=name, on_step=True, on_epoch=bool(on_epoch),
-            reduce_fx=reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean"),
-        )  # fmt: skip
-        trace.add_log(meta, value, batch_size)
-
-    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Logs every entry of a dictionary with the same options as `log`."""
-        for key, value in dictionary.items():
-            if isinstance(value, Mapping):
-                raise ValueError(
-                    f"`self.log_dict({{{key!r}: ...}})` was called with a nested dictionary; values must be scalars."
-                )
-            self.log(key, value, **options)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints on the first process, through the progress bar; inside a compiled step at every step."""
-        trace = current_trace()
-        if trace is not None:
-            if not trace.silent:
-                import jax
-
-                jax.debug.print(" ".join("{}" for _ in args), *args)
-            return
-        if self._trainer is None:
-            print(*args, **kwargs)
-            return
-        if self._trainer.is_global_zero:
-            bar = self._trainer.progress_bar_callback
-            if bar is not None and getattr(bar, "is_enabled", True):
-                bar.print(*args, **kwargs)
-            else:
-                print(*args, **kwargs)
 
     # --- optimizers -----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from jaxlightning.callbacks import Callback, ModelSummary, ProgressBar, Timer, TQDMProgressBar
+from jaxlightning.callbacks import ModelSummary, ProgressBar, Timer, TQDMProgressBar
+from jaxlightning.callbacks._foreign import check_callbacks
 from jaxlightning.callbacks._registry import (
     is_checkpoint_callback,
     load_external_callbacks,
@@ -14,7 +15,6 @@ from jaxlightning.callbacks._registry import (
     reorder_callbacks,
     validate_callbacks,
 )
-from jaxlightning.callbacks._foreign import check_callbacks
 from jaxlightning.loops.call import call_lightning_module_hook
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.rank_zero import rank_zero_info
@@ -53,7 +53,8 @@ def make_callbacks(
     if any(map(is_checkpoint_callback, callbacks)):
         if not enable_checkpointing:
             raise MisconfigurationException(
-                "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in callbacks list."
+                "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in callbacks"
+                " list."
             )
     elif enable_checkpointing:
         from jaxlightning.callbacks import ModelCheckpoint
@@ -83,7 +84,8 @@ def _add_progress_bar(callbacks: list[Any], enabled: bool) -> None:
     bars = [each for each in callbacks if isinstance(each, ProgressBar)]
     if len(bars) > 1:
         raise MisconfigurationException(
-            "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is supported."
+            "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is"
+            " supported."
         )
     if bars and not enabled:
         raise MisconfigurationException(
@@ -113,6 +115,3 @@ def default_root(path: str | os.PathLike[str] | None) -> str:
     """Return the directory for everything that has no place of its own; `~` is expanded, URLs are kept."""
     text = os.fspath(path) if path else os.getcwd()
     return text if "://" in text and not text.startswith("file://") else os.path.normpath(os.path.expanduser(text))
-
-
-__all__ = ["Callback", "attach_model_callbacks", "default_root", "make_callbacks"]

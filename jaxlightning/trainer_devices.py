@@ -153,4 +153,4 @@ class DeviceFlags:
             return 1
         import jax
 
-        return jax.process_count()
+        return int(jax.process_count())

@@ -199,8 +199,8 @@ def canonical_precision(value: Any) -> str:
         )
     if name != "32-true":
         raise NotImplementedError(
-            f"`Trainer(precision={value!r})` ({name}) is not built yet; '32-true' is. Until then give the dtypes to your"
-            " Flax modules (`dtype=`, `param_dtype=`)."
+            f"`Trainer(precision={value!r})` ({name}) is not built yet; '32-true' is. Until then give the dtypes to"
+            " your Flax modules (`dtype=`, `param_dtype=`)."
         )
     return name
 

@@ -70,7 +70,7 @@ class TrainerProperties:
     @property
     def accelerator(self) -> str:
         """The accelerator flag."""
-        return self._device_flags.accelerator
+        return str(self._device_flags.accelerator)
 
     @property
     def global_rank(self) -> int:

@@ -42,8 +42,8 @@ def run(trainer: Trainer, model: Any, ckpt_path: Any, weights_only: bool | None)
         settle_loop_limits(trainer)
     if trainer.barebones:
         rank_zero_info(
-            "`Trainer(barebones=True)` started running. The progress bar is disabled so you might want to manually print"
-            " the progress in your model."
+            "`Trainer(barebones=True)` started running. The progress bar is disabled so you might want to manually"
+            " print the progress in your model."
         )
     trainer._begin_run(model)
     attach_model_callbacks(trainer)
@@ -136,7 +136,9 @@ def attach_engine(trainer: Trainer) -> None:
         )
         modes = None if before is None else before.binding.modes()
         # Until `attach` the networks still answer to the old engine, which holds the newest values.
-        sections = None if before is None or not before.params else {"params": before.params, "variables": before.variables}
+        sections = None
+        if before is not None and before.params:
+            sections = {"params": before.params, "variables": before.variables}
         engine.attach()
         if sections is not None:
             engine.load_state_dict(sections, strict=False, weights_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,19 +10,24 @@ import numpy as np
 
 from jaxlightning.compile import batch as batches
 from jaxlightning.compile.core import run_user_step, step_key
+from jaxlightning.compile.paths import flatten, merge
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import weak_integers
+from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from jaxlightning.compile.engine import Engine
 
-__all__ = ["create_variables"]
+__all__ = ["create_variables", "verify_restored"]
 
 
 def create_variables(
     engine: Engine, stage: str, batch: Any, scalars: Scalars, *, forward: bool = False
 ) -> tuple[Any, Any]:
     """Runs the step of `stage` once to make what it lacks; everything else that it does is dropped.
+
+    Only the new variables leave the compiled function, so XLA removes the forward pass where initialisers do not need
+    it.
 
     Args:
         engine: The engine.
@@ -30,17 +36,78 @@ def create_variables(
         scalars: Host numbers of the step.
         forward: Whether to call `forward` and not a step.
 
-    Only the new variables leave the compiled function, so XLA removes the forward pass where initialisers do not need
-    it.
-
     Returns:
         Full parameters and variables, `(None, None)` when the step calls no network without variables.
     """
+    create, args, created = _creator(engine, stage, batch, scalars, forward)
+    params, variables = engine.params_live, engine.variables_live
+    new_params, new_variables = jax.jit(create)(params, variables, *args)
+    if not created:
+        return None, None
+    return {**params, **new_params}, {**variables, **new_variables}
+
+
+def verify_restored(
+    engine: Engine, stage: str, batch: Any, scalars: Scalars, names: set[str], *, strict: bool
+) -> set[str]:
+    """Compares restored variables with those that the step of `stage` would create.
+
+    A linen network has no shapes of its own before it is called, so a checkpoint can only be judged then.
+
+    Args:
+        engine: The engine.
+        stage: Which step.
+        batch: Its batch.
+        scalars: Host numbers of the step.
+        names: Networks whose variables came from a checkpoint and were not compared yet.
+        strict: Whether missing paths are errors; without it they are created.
+
+    Returns:
+        The networks that the step called.
+
+    Raises:
+        RuntimeError: If paths are missing or shapes differ; the message lists them.
+    """
+    create, args, created = _creator(engine, stage, batch, scalars, False)
+    params, variables = engine.params_live, engine.variables_live
+    rest = {name: tree for name, tree in params.items() if name not in names}
+    rest_variables = {name: tree for name, tree in variables.items() if name not in names}
+    made = jax.eval_shape(create, rest, rest_variables, *args)
+    want = flatten({"params": made[0], "variables": made[1]})
+    have = flatten({"params": {n: params[n] for n in created}, "variables": {n: variables.get(n, {}) for n in created}})
+    missing = [f"missing: {path} {tuple(want[path].shape)}" for path in want if path not in have]
+    differing = [
+        f"differing: {path} is {tuple(have[path].shape)} in the checkpoint, {tuple(want[path].shape)} here"
+        for path in want
+        if path in have and tuple(have[path].shape) != tuple(want[path].shape)
+    ]
+    unexpected = [f"unexpected: {path} {tuple(have[path].shape)}" for path in have if path not in want]
+    owner = type(engine.module).__name__
+    if differing or (missing and strict):
+        lines = differing + missing + unexpected
+        raise RuntimeError(f"The checkpoint does not fit {owner}:\n  " + "\n  ".join(lines[:40]))
+    if unexpected and strict:
+        rank_zero_warn(
+            f"The checkpoint has variables that the {stage} step of {owner} does not use:\n  "
+            + "\n  ".join(unexpected[:20])
+        )
+    if missing:
+        fresh = jax.jit(create)(rest, rest_variables, *args)
+        engine.take_created(
+            {**params, **{n: merge(fresh[0][n], params[n]) for n in created}},
+            {**variables, **{n: merge(fresh[1][n], variables.get(n, {})) for n in created}},
+        )
+    return created
+
+
+def _creator(
+    engine: Engine, stage: str, batch: Any, scalars: Scalars, forward: bool
+) -> tuple[Callable[..., Any], tuple[Any, Any], set[str]]:
+    """A pure function that makes missing variables, its further arguments, and the set it fills with network names."""
     leaves, treedef = jax.tree_util.tree_flatten(batch)
     arrays, positions = batches.split(leaves)
     paths = batches.leaf_paths(batch)
     kinds = [type(leaf).__name__ for leaf in leaves]
-    binding = engine.binding
     created: set[str] = set()
     ints = np.array(
         [engine.seed32, scalars.micro_step, scalars.batch_idx, scalars.current_epoch, scalars.global_step], np.int32
@@ -48,20 +115,19 @@ def create_variables(
 
     def create(params: Any, variables: Any, arrays: Any, ints: Any) -> Any:
         seed, *numbers = weak_integers(ints)
-        key = step_key(seed, numbers[0], stage)
         trace = Trace(
-            kind=stage, key=key, scalars=Scalars.of(numbers, scalars.dataloader_idx),
-            params=dict(params), variables=dict(variables), creating=True, silent=True,
+            kind=stage,
+            key=step_key(seed, numbers[0], stage),
+            scalars=Scalars.of(numbers, scalars.dataloader_idx),
+            params=dict(params),
+            variables=dict(variables),
+            creating=True,
+            silent=True,
             init_seed=jax.numpy.asarray(seed).astype(jax.numpy.uint32),
-        )  # fmt: skip
-        run_user_step(
-            binding, trace, batches.join(treedef, arrays, positions, paths, kinds), None, strict=False, forward=forward
         )
+        joined = batches.join(treedef, arrays, positions, paths, kinds)
+        run_user_step(engine.binding, trace, joined, None, strict=False, forward=forward)
         created.update(trace.created)
         return {n: trace.params[n] for n in trace.created}, {n: trace.variables.get(n, {}) for n in trace.created}
 
-    params, variables = engine.params_live, engine.variables_live
-    new_params, new_variables = jax.jit(create)(params, variables, arrays, ints)
-    if not created:
-        return None, None
-    return {**params, **new_params}, {**variables, **new_variables}
+    return create, (arrays, ints), created

@@ -18,7 +18,7 @@ import numpy as np
 from jaxlightning.compile import batch as batches
 from jaxlightning.compile.binding import Binding
 from jaxlightning.compile.core import EvalOptions, TrainOptions
-from jaxlightning.compile.creation import create_variables
+from jaxlightning.compile.creation import create_variables, verify_restored
 from jaxlightning.compile.engine_state import EngineState
 from jaxlightning.compile.log_plan import LogKey, LogMeta, LogPlan
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
@@ -423,9 +423,10 @@ class Engine(EngineState):
 
     def ensure_created(self, stage: str, batch: Any, scalars: Scalars) -> None:
         """Creates the variables of linen networks that the step of `stage` calls and that have none."""
-        if not self.binding.missing(self.params_live):
-            return
-        self._take(create_variables(self, stage, batch, scalars))
+        if self._unverified:
+            self._unverified -= verify_restored(self, stage, batch, scalars, self._unverified, strict=self._strict_load)
+        if self.binding.missing(self.params_live):
+            self._take(create_variables(self, stage, batch, scalars))
 
     def create_from_example(self) -> None:
         """Creates variables from the module's `example_input_array` by calling `forward` with it."""

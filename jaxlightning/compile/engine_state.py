@@ -44,7 +44,8 @@ class EngineState:
         self._optimizer_paths: set[str] | None = None
         self._nnx_stale = False
         self._nnx_exposed = False
-        self._pending_acc: Any = None
+        self._unverified: set[str] = set()
+        self._strict_load = True
         self._set_tree(TrainState({}, {}))
 
     # --- the tree and its leaves --------------------------------------------------------------------------------
@@ -353,6 +354,9 @@ class EngineState:
         known = set(self.binding.names)
         keep = {name: tree for name, tree in params.items() if name in known}
         keep_variables = {name: tree for name, tree in variables.items() if name in known}
+        # Linen networks that were not called yet: their shapes are compared when a step calls them.
+        self._unverified |= {name for name in keep if name in self.binding.linen and name not in state.params}
+        self._strict_load = strict
         new_params = merge(state.params, keep)
         new_variables = merge(state.variables, keep_variables)
         self._set_tree(state.replace(params=self._placed(new_params), variables=self._placed(new_variables)))

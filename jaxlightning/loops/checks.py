@@ -47,7 +47,9 @@ def check_model(model: object, fn: TrainerFn) -> None:
             " MIGRATION.md shows what changes."
         )
     if isinstance(model, type):
-        raise TypeError(f"`model` must be an instance of a `LightningModule`, got the class `{model.__name__}` itself: call it.")
+        raise TypeError(
+            f"`model` must be an instance of a `LightningModule`, got the class `{model.__name__}` itself: call it."
+        )
     raise TypeError(f"`model` must be a `LightningModule`, got `{name}`.")
 
 

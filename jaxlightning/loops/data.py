@@ -173,8 +173,7 @@ def _length(source: Any, loader: object) -> int | float:
         return float("inf")
     if length == 0:
         rank_zero_warn(
-            f"Total length of `{type(loader).__name__}` across ranks is zero."
-            " Please make sure this was your intention."
+            f"Total length of `{type(loader).__name__}` across ranks is zero. Please make sure this was your intention."
         )
     if _is_iterable_dataset(getattr(loader, "dataset", None)):
         rank_zero_warn(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxlightning.loops.base import Loop
 from jaxlightning.loops.call import call_callback_hooks, call_lightning_module_hook, is_overridden

@@ -101,15 +101,15 @@ class FitLoop(Loop):
 
     def _epoch_unfinished(self) -> bool:
         current = self.epoch_progress.current
-        return current.started == current.ready and current.processed == current.ready - 1
+        return bool(current.started == current.ready and current.processed == current.ready - 1)
 
     def _stopped_by_steps(self) -> bool:
         """A step limit ended the epoch early, and the run is counted in steps: it goes on where it stopped."""
         progress, batches = self.epoch_progress.current, self.epoch_loop.batch_progress
-        return (
+        return bool(
             self.max_steps != -1
             and progress.processed == progress.ready == progress.completed + 1
-            and 0 < batches.current.ready
+            and batches.current.ready > 0
             and not batches.is_last_batch
         )
 
@@ -181,7 +181,8 @@ class FitLoop(Loop):
         feed, stream = self.feed, self._stream
         if feed is None or stream is None:
             raise RuntimeError("The train dataloader is gone; this is a mistake in jaxlightning, please report it.")
-        feed.set_epoch(self.epoch_progress.current.processed)
+        if not self._stream_is_fresh:  # a fresh one was told when it was made
+            feed.set_epoch(self.epoch_progress.current.processed)
         trainer._engine.check_constants()
         if continues:
             epoch_loop.resume()

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.loops.call import call_callback_hooks, call_lightning_datamodule_hook
@@ -58,12 +59,12 @@ def _shut_down(trainer: Trainer, exception: BaseException) -> None:
         parts.append(("saving interrupted.ckpt", lambda: _save_interrupted(trainer)))
     parts.append(("on_exception of the callbacks", lambda: call_callback_hooks(trainer, "on_exception", exception)))
     if trainer.datamodule is not None:
-        parts.append(
-            ("on_exception of the datamodule", lambda: call_lightning_datamodule_hook(trainer, "on_exception", exception))
-        )
-    parts += [
-        (f"finalize of {type(each).__name__}", lambda each=each: each.finalize("failed")) for each in trainer.loggers
-    ]
+
+        def tell_datamodule() -> None:
+            call_lightning_datamodule_hook(trainer, "on_exception", exception)
+
+        parts.append(("on_exception of the datamodule", tell_datamodule))
+    parts += [(f"finalize of {type(each).__name__}", partial(each.finalize, "failed")) for each in trainer.loggers]
     parts.append(("teardown", trainer._teardown))
     for name, part in parts:
         try:

@@ -178,7 +178,8 @@ class SplitStep:
         if not self._stepping:
             raise MisconfigurationException(
                 "`optimizer.step()` was called outside of the `optimizer_step` hook. In automatic optimization the"
-                " Trainer decides when the optimizer steps; set `self.automatic_optimization = False` to do it yourself."
+                " Trainer decides when the optimizer steps; set `self.automatic_optimization = False` to do it"
+                " yourself."
             )
         trainer = self.trainer
         result = None if closure is None else closure()

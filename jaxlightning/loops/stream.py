@@ -211,7 +211,7 @@ class BatchStream:
 
 
 def _first_of(iterator: Iterator[Any]) -> Any:
-    item = next(iterator, END)
+    item: Any = next(iterator, END)
     return item if item is END else item[0]
 
 

@@ -16,13 +16,12 @@ from jaxlightning.loops.lr_schedulers import update_lr_schedulers
 from jaxlightning.loops.optimizer_step import SplitStep, needs_split
 from jaxlightning.loops.progress import BatchProgress, OptimizationProgress, Progress, ReadyCompleted
 from jaxlightning.loops.stream import END, BatchStream
+from jaxlightning.loops.validation_schedule import due_at_early_end, simple_interval, validation_due
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.states import RunningStage, TrainerFn
 
 if TYPE_CHECKING:
     from jaxlightning.trainer import Trainer
-
-_INF = float("inf")
 
 
 class AutomaticOptimization(Loop):
@@ -140,7 +139,7 @@ class TrainingEpochLoop(Loop):
         self._window_count = 0 if not self._should_accumulate() else current.ready % accumulate
         if tail:
             stepped = not self._should_accumulate()
-            due = not validated and self._should_check_val_epoch() and self._validation_due()
+            due = not validated and self._should_check_val_epoch() and validation_due(self)
             self._tail(validate=due, updated=stepped, stepped=stepped)
 
     def run(self, stream: BatchStream) -> None:
@@ -168,7 +167,7 @@ class TrainingEpochLoop(Loop):
         zero_total, zero_current = optimizer.zero_grad.total, optimizer.zero_grad.current
         has_schedulers = bool(trainer.lr_scheduler_configs)
         val_epoch = self._should_check_val_epoch()
-        simple_val = self._simple_validation_interval()
+        simple_val = simple_interval(trainer)
         epoch = trainer.current_epoch
         max_batches = trainer.fit_loop.max_batches
         clip = (trainer.gradient_clip_val or None, str(trainer.gradient_clip_algorithm or "norm"))
@@ -305,7 +304,7 @@ class TrainingEpochLoop(Loop):
             if val_epoch and (
                 current.ready % simple_val == 0 or (trainer.should_stop and trainer.fit_loop._can_stop_early)
                 if simple_val
-                else self._validation_due()
+                else validation_due(self)
             ):
                 self._tail(validate=True, updated=stepped, stepped=apply)
                 space["_current_fx_name"] = "training_step"
@@ -359,41 +358,13 @@ class TrainingEpochLoop(Loop):
             )
         return allowed
 
-    def _simple_validation_interval(self) -> int:
-        """Return n when validation is due after every n-th batch of the epoch and nothing else decides, else 0."""
-        trainer = self.trainer
-        if trainer._val_check_time_interval is not None or trainer.check_val_every_n_epoch is None:
-            return 0
-        return 0 if trainer.val_check_batch in (None, _INF) else int(trainer.val_check_batch)
-
-    def _validation_due(self) -> bool:
-        """Whether validation is due after the present batch, in an epoch that allows it."""
-        trainer = self.trainer
-        last, every = self.batch_progress.is_last_batch, trainer.val_check_batch
-        if last and every == _INF:
-            return True
-        if trainer.should_stop and trainer.fit_loop._can_stop_early:
-            return True
-        interval = trainer._val_check_time_interval
-        if interval is not None:
-            # The device may lag behind; without waiting the clock would measure dispatches.
-            trainer._engine.block_until_ready()
-            return bool(time.monotonic() - trainer._last_val_time >= interval)
-        if every == _INF or every is None:
-            limit = trainer.limit_train_batches
-            return (self.batch_idx + 1) % limit == 0 if isinstance(limit, int) else last
-        index = self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
-        return bool((index + 1) % every == 0)
-
     def _update_lr_schedulers(self, updated: bool, *, plateau: bool) -> None:
         """Step the schedulers with interval "step" after an update, those with "epoch" after the last batch."""
         trainer = self.trainer
         if not trainer.lr_scheduler_configs or not trainer.lightning_module.automatic_optimization:
             return
         if updated:
-            update_lr_schedulers(
-                trainer, self.scheduler_progress, "step", plateau=plateau, position=self.global_step
-            )
+            update_lr_schedulers(trainer, self.scheduler_progress, "step", plateau=plateau, position=self.global_step)
         if not plateau and self._num_ready_batches_reached():
             self.update_epoch_schedulers(plateau=False)
 
@@ -417,7 +388,7 @@ class TrainingEpochLoop(Loop):
         if progress.current.ready == 0:
             self._warn_empty()
             return
-        validated = val_epoch and self._validation_due()
+        validated = val_epoch and validation_due(self)
         progress.is_last_batch = True
         flush = self._window_count > 0
         if flush:
@@ -428,9 +399,7 @@ class TrainingEpochLoop(Loop):
             step.increment_completed()
             self._window_count = 0
         self._update_lr_schedulers(flush, plateau=False)
-        at_end = trainer.val_check_interval == 1.0 and isinstance(trainer.val_check_interval, float)
-        whole = trainer.check_val_every_n_epoch is not None and (trainer.val_check_batch or 0) >= trainer.num_training_batches
-        due = val_epoch and not validated and trainer._val_check_time_interval is None and (at_end or whole)
+        due = val_epoch and not validated and due_at_early_end(trainer)
         self._tail(validate=due, updated=flush, stepped=flush)
 
     def _warn_empty(self) -> None:

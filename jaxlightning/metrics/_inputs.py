@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_labels", "check_option", "integer_targets", "normalized", "same_shape", "valid_mask"]
+__all__ = [
+    "as_labels",
+    "check_option",
+    "floating",
+    "integer_targets",
+    "normalized",
+    "same_shape",
+    "thresholds_of",
+    "valid_mask",
+]
 
 
 def check_option(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -30,7 +39,16 @@ def integer_targets(target: Any, metric: str) -> jax.Array:
     target = jnp.asarray(target)
     if jnp.issubdtype(target.dtype, jnp.floating):
         raise ValueError(f"Expected `target` of `{metric}` to be integers or booleans, but got {target.dtype}.")
-    return target.astype(jnp.int32)
+    labels: jax.Array = target.astype(jnp.int32)
+    return labels
+
+
+def floating(value: Any) -> jax.Array:
+    """An array in single precision at least."""
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 4:
+        array = array.astype(jnp.float32)
+    return array
 
 
 def same_shape(preds: Any, target: Any, metric: str) -> None:

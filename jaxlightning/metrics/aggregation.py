@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlightning.metrics._inputs import floating
 from jaxlightning.metrics.metric import Metric, State
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
@@ -41,8 +43,8 @@ class _Aggregator(Metric):
 
     def _prepared(self, value: Any, weight: Any = None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Values, weights, which of them count, and the number of NaNs."""
-        value = _floating(value)
-        weight = jnp.broadcast_to(jnp.ones((), value.dtype) if weight is None else _floating(weight), value.shape)
+        value = floating(value)
+        weight = jnp.broadcast_to(jnp.ones((), value.dtype) if weight is None else floating(weight), value.shape)
         if self.nan_strategy == "disable":
             return value, jnp.ones_like(value), jnp.ones(value.shape, bool), jnp.zeros((), jnp.int32)
         nans = jnp.isnan(value) | jnp.isnan(weight)
@@ -57,11 +59,11 @@ class _Aggregator(Metric):
         if self.nan_strategy in ("error", "warn") and int(state["nans"]):
             if self.nan_strategy == "error":
                 raise RuntimeError(
-                    f"Encountered `nan` values in tensor: `{type(self).__name__}` was given {int(state['nans'])} of them."
+                    f"Encountered `nan` values in tensor: {int(state['nans'])} of what `{type(self).__name__}` was given."
                 )
             rank_zero_warn(
-                f"Encountered `nan` values in tensor. Will be removed: `{type(self).__name__}` was given "
-                f"{int(state['nans'])} of them."
+                f"Encountered `nan` values in tensor. Will be removed: {int(state['nans'])} of what "
+                f"`{type(self).__name__}` was given."
             )
 
     def batch_state(self, value: Any) -> State:
@@ -72,7 +74,7 @@ class _Aggregator(Metric):
         """
         value, _, counts, nans = self._prepared(value)
         neutral = jnp.asarray(self._default, value.dtype)
-        reduce = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[self._reduction]
+        reduce: Callable[..., Any] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[self._reduction]
         return {self._name: reduce(jnp.where(counts, value, neutral), initial=neutral), "nans": nans}
 
     def value_of(self, state: State) -> Any:
@@ -126,10 +128,3 @@ class MeanMetric(_Aggregator):
     def value_of(self, state: State) -> Any:
         """The mean; NaN without data."""
         return state["mean_value"] / state["weight"]
-
-
-def _floating(value: Any) -> jax.Array:
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 4:
-        array = array.astype(jnp.float32)
-    return array

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlightning.metrics._inputs import check_option, same_shape
-from jaxlightning.metrics.aggregation import _floating
+from jaxlightning.metrics._inputs import check_option, floating, same_shape
 from jaxlightning.metrics.metric import Metric, State
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
@@ -44,7 +43,7 @@ class _MeanError(Metric):
             preds: Shape [N, ...].
             target: The same shape.
         """
-        preds, target = _floating(preds), _floating(target)
+        preds, target = floating(preds), floating(target)
         same_shape(preds, target, type(self).__name__)
         if self.num_outputs == 1:
             preds, target = preds.reshape(-1), target.reshape(-1)
@@ -121,7 +120,7 @@ class R2Score(Metric):
             preds: Shape [N] or [N, outputs].
             target: The same shape.
         """
-        preds, target = _floating(preds), _floating(target)
+        preds, target = floating(preds), floating(target)
         same_shape(preds, target, "R2Score")
         if preds.ndim > 2:
             raise ValueError(
@@ -150,8 +149,8 @@ class R2Score(Metric):
             raise ValueError(f"Needs at least two samples to calculate r2 score. Received {total}.")
         if self.adjusted and self.adjusted >= total - 1:
             rank_zero_warn(
-                f"The adjusted r2 score of {total} samples and {self.adjusted} regressors does not exist. Falls back to "
-                "standard r2 score."
+                f"The adjusted r2 score of {total} samples and {self.adjusted} regressors does not exist. Falls back "
+                "to standard r2 score."
             )
 
     def value_of(self, state: State) -> Any:

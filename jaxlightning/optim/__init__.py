@@ -1,6 +1,7 @@
 """Optimizers and schedules: torch's names over optax, and everything that `configure_optimizers` may return."""
 
 from jaxlightning.optim import lr_scheduler as lr_scheduler
+from jaxlightning.optim import swa_utils as swa_utils
 from jaxlightning.optim._clip import clip_gradients as clip_gradients
 from jaxlightning.optim._config import LRSchedulerConfig as LRSchedulerConfig
 from jaxlightning.optim._config import OptimizerSetup as OptimizerSetup

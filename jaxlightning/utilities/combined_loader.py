@@ -13,7 +13,7 @@ _END = object()
 
 def is_collection(value: object) -> bool:
     """Tell whether `value` is a collection of loaders: a list, a tuple or a dict, never a loader itself."""
-    return isinstance(value, (list, tuple)) or (isinstance(value, dict))
+    return isinstance(value, (list, tuple, dict))
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

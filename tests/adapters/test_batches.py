@@ -146,7 +146,9 @@ def test_containers_are_kept_as_pytrees(batch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "batch", [Frozen(X), Slotted(X), Attrs(X), Encoding({"x": X}), MyDict(x=X), Strict(X)], ids=repr
+    "batch",
+    [Frozen(X), Slotted(X), Attrs(X), Encoding({"x": X}), MyDict(x=X), Strict(X)],
+    ids=lambda batch: type(batch).__name__,
 )
 def test_containers_go_through_a_compiled_function(batch: Any) -> None:
     found = convert(batch)

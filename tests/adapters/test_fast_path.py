@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -266,8 +269,6 @@ def test_an_empty_dataset_gives_no_batch() -> None:
 
 
 def test_batches_cost_tens_of_microseconds() -> None:
-    import time
-
     data = TensorDataset(torch.rand(6400, 32), torch.randint(0, 10, (6400,)))
     source = as_source(DataLoader(data, batch_size=64, shuffle=True), vectorize=True)
     best = 1.0
@@ -278,3 +279,30 @@ def test_batches_cost_tens_of_microseconds() -> None:
         count = sum(1 for _ in iterator)
         best = min(best, (time.perf_counter() - start) / count)
     assert best < 2e-4  # measured: 2e-5; the limit is for a loaded machine
+
+
+def fashion_mnist(root: Path) -> Any:
+    """Real images, where Debian's package puts them."""
+    origin = Path("/usr/share/datasets/fashion-mnist")
+    if not origin.is_dir():
+        pytest.skip("dataset-fashion-mnist is not installed")
+    raw = root / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for packed in origin.glob("*.gz"):
+        (raw / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
+    return datasets.FashionMNIST(root, train=False, transform=GRAY["ToTensor, Normalize"])
+
+
+@pytest.mark.slow
+def test_real_images_are_bit_equal_and_far_sooner(tmp_path: Path) -> None:
+    data = fashion_mnist(tmp_path)
+    seconds = {}
+    found = {}
+    for vectorize in (True, False):
+        torch.manual_seed(0)
+        source = as_source(DataLoader(data, batch_size=128, shuffle=True), vectorize=vectorize)
+        start = time.perf_counter()
+        found[vectorize] = list(source)
+        seconds[vectorize] = time.perf_counter() - start
+    assert_equal(found[True], found[False])
+    assert seconds[False] > 20 * seconds[True]

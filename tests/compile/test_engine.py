@@ -222,7 +222,7 @@ def test_host_random_draws_are_refused(draw: str) -> None:
 
     class Frozen(Classifier):
         def training_step(self, batch: Any, batch_idx: Any) -> Any:
-            number = random.random() if draw == "random" else np.random.beta(1, 1)  # noqa: NPY002
+            number = random.random() if draw == "random" else np.random.beta(1, 1)
             return self.net(batch[0]).mean() * number
 
     with pytest.raises(RuntimeError, match=r"drew random numbers from .*next_rng"):
@@ -453,9 +453,9 @@ def test_the_state_dict_round_trips_and_lists_differences() -> None:
         other.load_state_dict(saved)
     sgd = Classifier()
     sgd.configure_optimizers = lambda: optax.sgd(0.1, momentum=0.9)  # type: ignore[method-assign]
+    reloaded = make_engine(sgd)
+    reloaded.load_state_dict(saved)
     with pytest.raises(RuntimeError, match=r"does not fit the optimizer"):
-        reloaded = make_engine(sgd)
-        reloaded.load_state_dict(saved)
         train(reloaded, batches(), 1)
 
 
@@ -489,9 +489,9 @@ def test_compiled_text_jaxpr_and_costs_can_be_had() -> None:
     assert step.jaxpr.jaxpr.eqns
     assert "stablehlo" in step.lower().as_text()
     assert step.cost_analysis()["flops"] > 0
+    eager = make_engine(Classifier(), jit=False)
+    train(eager, batches(), 1)
     with pytest.raises(RuntimeError, match="jit=False"):
-        eager = make_engine(Classifier(), jit=False)
-        train(eager, batches(), 1)
         eager.compiled["train"].as_text()
 
 

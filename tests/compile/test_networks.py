@@ -216,7 +216,7 @@ def test_a_later_network_is_added_and_optimizer_state_grows() -> None:
     engine.eval_step("validate", batches()[0], batch_idx=0)
     module.train()
     assert "critic" in engine.params
-    kept = engine.opt_state[0].mu["net"] if "net" in engine.opt_state[0].mu else None
+    kept = engine.opt_state[0].mu["net"]
     assert all(np.array_equal(a, b) for a, b in zip(moments, jax.tree.leaves(kept), strict=True))
     train(engine, batches(), 1)
     assert set(engine.opt_state[0].mu) == {"net", "critic"}
@@ -238,7 +238,7 @@ def test_another_input_shape_names_the_network() -> None:
     module = Classifier()
     engine = make_engine(module)
     train(engine, batches(), 1)
-    with pytest.raises(Exception, match="Dense_0|shape") as caught:
+    with pytest.raises(Exception, match=r"Dense_0|shape") as caught:
         train(engine, batches(features=7), 1)
     assert any("`self.net`" in note for note in caught.value.__notes__)
 

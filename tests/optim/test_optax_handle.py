@@ -48,14 +48,18 @@ def _run(handle: OptaxOptimizer, steps: int, params: Any = None, state: Any = No
 
 
 def _by_hand(tx: Any, steps: int) -> Any:
-    params = _params()
-    state = tx.init(params)
-    for _ in range(steps):
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
         value, grads = jax.value_and_grad(_loss)(params)
         updates, state = optax.with_extra_args_support(tx).update(
             grads, state, params, value=value, grad=grads, value_fn=_loss
         )
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    params = _params()
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state = step(params, state)
     return params
 
 

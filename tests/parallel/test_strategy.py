@@ -36,7 +36,7 @@ def test_devices_that_do_not_exist_are_refused(devices: Any) -> None:
 def test_other_refusals_name_what_is_possible() -> None:
     with pytest.raises(ValueError, match="'auto', 'single_device', 'ddp'"):
         make_strategy("fsdp", "cpu", 2)
-    with pytest.raises(MisconfigurationException, match="finds no such device.*cpu"):
+    with pytest.raises(MisconfigurationException, match=r"finds no such device.*cpu"):
         make_strategy("auto", "tpu", 1)
     with pytest.raises(MisconfigurationException, match="one device"):
         make_strategy("single_device", "cpu", 2)

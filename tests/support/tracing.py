@@ -16,28 +16,124 @@ from jaxlightning.loggers import Logger
 
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"
 
-MODULE_HOOKS = """configure_callbacks prepare_data setup teardown configure_model configure_optimizers
-on_fit_start on_fit_end on_train_start on_train_end on_train_epoch_start on_train_epoch_end
-on_train_batch_start on_train_batch_end on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step
-backward optimizer_step optimizer_zero_grad configure_gradient_clipping lr_scheduler_step
-on_validation_start on_validation_end on_validation_epoch_start on_validation_epoch_end on_validation_batch_start
-on_validation_batch_end on_validation_model_eval on_validation_model_train on_validation_model_zero_grad
-on_test_start on_test_end on_test_epoch_start on_test_epoch_end on_test_batch_start on_test_batch_end on_test_model_eval
-on_test_model_train on_predict_start on_predict_end on_predict_epoch_start on_predict_epoch_end on_predict_batch_start
-on_predict_batch_end on_predict_model_eval on_save_checkpoint on_load_checkpoint
-on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
-train_dataloader val_dataloader test_dataloader predict_dataloader
-training_step validation_step test_step predict_step""".split()
-CALLBACK_HOOKS = """setup teardown on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_start
-on_train_end on_train_epoch_start on_train_epoch_end on_train_batch_start on_train_batch_end on_validation_start
-on_validation_end on_validation_epoch_start on_validation_epoch_end on_validation_batch_start on_validation_batch_end
-on_test_start on_test_end on_test_epoch_start on_test_epoch_end on_test_batch_start on_test_batch_end on_predict_start
-on_predict_end on_predict_epoch_start on_predict_epoch_end on_predict_batch_start on_predict_batch_end on_exception
-state_dict load_state_dict on_save_checkpoint on_load_checkpoint on_before_backward on_after_backward
-on_before_optimizer_step on_before_zero_grad""".split()
-DATAMODULE_HOOKS = """prepare_data setup teardown train_dataloader val_dataloader test_dataloader predict_dataloader
-on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer state_dict load_state_dict
-on_exception""".split()
+MODULE_HOOKS = [
+    "configure_callbacks",
+    "prepare_data",
+    "setup",
+    "teardown",
+    "configure_model",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_start",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_model_eval",
+    "on_validation_model_train",
+    "on_validation_model_zero_grad",
+    "on_test_start",
+    "on_test_end",
+    "on_test_epoch_start",
+    "on_test_epoch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
+    "on_test_model_eval",
+    "on_test_model_train",
+    "on_predict_start",
+    "on_predict_end",
+    "on_predict_epoch_start",
+    "on_predict_epoch_end",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
+    "on_predict_model_eval",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+]
+CALLBACK_HOOKS = [
+    "setup",
+    "teardown",
+    "on_fit_start",
+    "on_fit_end",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "on_train_start",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_test_start",
+    "on_test_end",
+    "on_test_epoch_start",
+    "on_test_epoch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
+    "on_predict_start",
+    "on_predict_end",
+    "on_predict_epoch_start",
+    "on_predict_epoch_end",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
+    "on_exception",
+    "state_dict",
+    "load_state_dict",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+]
+DATAMODULE_HOOKS = [
+    "prepare_data",
+    "setup",
+    "teardown",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "state_dict",
+    "load_state_dict",
+    "on_exception",
+]
 NESTED = {"optimizer_step", "backward", "configure_gradient_clipping"}
 STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 

@@ -82,7 +82,9 @@ def resume_weights_only(root: Path) -> None:
     T(max_epochs=2).fit(TinyModule(), ckpt_path="a.ckpt")
 
 
-def clips_otherwise(self: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+def clips_otherwise(
+    self: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+) -> None:
     self.clip_gradients(optimizer, gradient_clip_val=0.3)
 
 
@@ -206,7 +208,7 @@ OUR_WORDS = {
 @pytest.mark.parametrize("name", RAISES)
 def test_the_same_is_refused_as_in_lightning(name: str, tmp_path: Path) -> None:
     theirs = golden("errors")[name]
-    with pytest.raises(BaseException) as caught:  # noqa: PT011 - the type is compared below
+    with pytest.raises(BaseException) as caught:
         RAISES[name](tmp_path)
     error = caught.value
     assert theirs["type"] in [cls.__name__ for cls in type(error).__mro__], repr(error)

@@ -1,4 +1,4 @@
-"""Ninety-five combinations of flags: counters, limits and the moments of validation, against what Lightning recorded."""
+"""Combinations of flags: counters, limits and the moments of validation, against what Lightning recorded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Unsized:
 
 
 class Model(TinyModule):
-    def __init__(self, n_train: int = 20, n_val: int = 8, es: Any = None, iterable: bool = False, **options: Any) -> None:
+    def __init__(
+        self, n_train: int = 20, n_val: int = 8, es: Any = None, iterable: bool = False, **options: Any
+    ) -> None:
         super().__init__(n_train=n_train, n_val=n_val)
         self.es, self.iterable = es, iterable
         self.stop_at: Any = options.get("stop_at")
@@ -106,13 +108,25 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-LIMITS = (
-    "max_epochs min_epochs max_steps min_steps limit_train_batches limit_val_batches num_sanity_val_steps"
-    " val_check_interval check_val_every_n_epoch overfit_batches fast_dev_run accumulate_grad_batches"
-).split()
+LIMITS = [
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "limit_train_batches",
+    "limit_val_batches",
+    "num_sanity_val_steps",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "overfit_batches",
+    "fast_dev_run",
+    "accumulate_grad_batches",
+]
 
 
-def run(root: Path, model: dict[str, Any] | None = None, cbs: Any = tuple, refit: bool = False, **flags: Any) -> dict[str, Any]:
+def run(
+    root: Path, model: dict[str, Any] | None = None, cbs: Any = tuple, refit: bool = False, **flags: Any
+) -> dict[str, Any]:
     recorder = Recorder()
     callbacks = list(cbs())
     found: dict[str, Any] = {}

@@ -163,7 +163,7 @@ def test_an_exception_runs_lightnings_hooks_and_leaves(name: str, error: BaseExc
 
     calls: list[dict[str, Any]] = []
     trainer = T(tmp_path, callbacks=[Watch()], logger=RecordingLogger(calls), limit_val_batches=0, log_every_n_steps=1)
-    with pytest.raises(BaseException) as caught:  # noqa: PT011 - compared below
+    with pytest.raises(BaseException) as caught:
         trainer.fit(Model(), datamodule=Data())
     theirs = golden("trainer_misc")["exceptions"][name]
     assert f"{type(caught.value).__name__}({caught.value})" == theirs["raised"]
@@ -244,13 +244,15 @@ def test_directories_are_lightnings(name: str, make: Any, tmp_path: Path) -> Non
     assert os.path.relpath(str(trainer.log_dir), tmp_path) == theirs["log_dir"]
     assert os.path.relpath(trainer.checkpoint_callback.dirpath, tmp_path) == theirs["ckpt_dir"]
     # A checkpoint is a directory here, a file there.
-    found = {re.sub(r"\.ckpt/.*", ".ckpt", str(each.relative_to(tmp_path))) for each in tmp_path.rglob("*") if each.is_file()}
+    found = {
+        re.sub(r"\.ckpt/.*", ".ckpt", str(each.relative_to(tmp_path))) for each in tmp_path.rglob("*") if each.is_file()
+    }
     assert sorted({re.sub(r"tfevents\..*", "tfevents.*", each) for each in found}) == theirs["files"]
 
 
 def test_the_pytrees_of_the_run_can_be_read_and_set_between_steps(tmp_path: Path) -> None:
     trainer = T(tmp_path)
-    with pytest.raises(AttributeError, match="trainer.state.params.*once a model is attached"):
+    with pytest.raises(AttributeError, match=r"trainer.state.params.*once a model is attached"):
         _ = trainer.state.params
     module = TinyModule()
     trainer.fit(module)

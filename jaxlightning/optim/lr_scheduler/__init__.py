@@ -1,6 +1,7 @@
 """Learning-rate schedulers with torch's names and numbers."""
 
 from jaxlightning.optim.lr_scheduler._base import LRScheduler as LRScheduler
+from jaxlightning.optim.lr_scheduler._base import LRScheduler as _LRScheduler  # noqa: F401  (torch's old name)
 from jaxlightning.optim.lr_scheduler._base import ScheduleLR as ScheduleLR
 from jaxlightning.optim.lr_scheduler._compose import ChainedScheduler as ChainedScheduler
 from jaxlightning.optim.lr_scheduler._compose import SequentialLR as SequentialLR
