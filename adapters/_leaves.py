@@ -114,6 +114,11 @@ def narrow(value: Array, target: np.dtype[Any], path: Path) -> Array:
     return result
 
 
+def is_kept(dtype: np.dtype[Any], x64: bool) -> bool:
+    """Tell whether arrays of a dtype go to the device as they are; False before `canonical_array` met the dtype."""
+    return _actions[x64].get(dtype) is _KEEP
+
+
 def canonical_array(value: Array, path: Path, *, x64: bool, copy: bool) -> Array:
     """Turn one numpy array into what JAX would hold, contiguous and (on request) freshly allocated.
 

@@ -295,9 +295,15 @@ class Trainer(TrainerVerbs, TrainerProperties):
     def _teardown(self) -> None:
         """Close what the run opened; the users' `teardown` hooks come later and only after a success."""
         try:
-            loop = self._active_loop
-            if loop is not None:
-                loop.teardown()
+            # Not only the loop that runs now: a failing validation leaves the iterator of training open.
+            loops = {
+                TrainerFn.FITTING: self.fit_loop,
+                TrainerFn.VALIDATING: self.validate_loop,
+                TrainerFn.TESTING: self.test_loop,
+                TrainerFn.PREDICTING: self.predict_loop,
+            }
+            if self.state.fn is not None:
+                loops[self.state.fn].teardown()
             self._logger_connector.teardown()
             self._checkpoint_connector.wait()
             if self._engine is not None:

@@ -178,6 +178,7 @@ def _run_stage(trainer: Trainer) -> Any:
         return trainer.predict_loop.run()
     with isolate_rng():
         run_sanity_check(trainer)
+    trainer._checkpoint_connector.restore_metrics()
     trainer.fit_loop.run()
     return None
 

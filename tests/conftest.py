@@ -40,6 +40,8 @@ for _name in [name for name in os.environ if name.startswith(("PL_", "SLURM_")) 
 if importlib.util.find_spec("tensorflow") is not None and importlib.util.find_spec("triton") is not None:
     importlib.import_module("triton")
 
+pytest_plugins = ["conformance.plugin"]
+
 # --- Tests of packages that are not here -------------------------------------------------------------------
 
 NEEDS: Mapping[str, tuple[str, ...]] = {

@@ -145,8 +145,10 @@ class SaveMoments(Checkpoint):
             return False
         if self.monitor not in trainer.callback_metrics:
             return True
+        from jaxlightning.loops.validation_schedule import validation_due
+
         epoch_loop = trainer.fit_loop.epoch_loop
-        if not (epoch_loop._should_check_val_epoch() and epoch_loop._validation_due()):
+        if not (epoch_loop._should_check_val_epoch() and validation_due(epoch_loop)):
             return False
         return not trainer._logger_connector.is_logged_by("train", self.monitor)
 

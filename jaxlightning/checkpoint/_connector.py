@@ -10,7 +10,7 @@ import copy
 import os
 from typing import TYPE_CHECKING, Any
 
-from jaxlightning.checkpoint import _contents, _host_rng, _io, _resolve
+from jaxlightning.checkpoint import _contents, _host_rng, _io, _resolve, _running
 from jaxlightning.checkpoint._layout import is_remote
 from jaxlightning.checkpoint._weights import load_dictionary, load_weights_into
 from jaxlightning.checkpoint._writer import CheckpointWriter
@@ -50,6 +50,7 @@ class CheckpointConnector:
         self._ckpt_path: str | os.PathLike[str] | None = None
         self._user_managed = False
         self._loaded: dict[str, Any] = {}
+        self._metrics: dict[str, Any] | None = None
         self._stored: _io.StoredCheckpoint | None = None
         self._warnings = WarningCache()
         self._training = False  # between the end of restoring and the end of `fit`: saves may go on in the background
@@ -173,9 +174,9 @@ class CheckpointConnector:
             )
         ]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-        for key in ("gradients", "accumulators", "meta"):
-            if sections.get(key):
-                checkpoint[key] = sections[key]
+        if sections.get("gradients") and trainer.fit_loop._should_accumulate():
+            checkpoint["gradients"] = sections["gradients"]
+        checkpoint["metrics"] = _running.collect(trainer)
         checkpoint["rng"] = _host_rng.collect(seed=trainer.lightning_module._require_engine().seed)
 
     # --- save -------------------------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ class CheckpointConnector:
             CheckpointError: It is no whole checkpoint.
         """
         self._ckpt_path = checkpoint_path
-        self._stored, self._loaded, self._training = None, {}, False
+        self._stored, self._loaded, self._training, self._metrics = None, {}, False, None
         if not checkpoint_path:
             return
         if is_remote(checkpoint_path):
@@ -338,6 +339,7 @@ class CheckpointConnector:
         self.restore_loops()
         if self._is_fit():
             self.restore_optimizers_and_schedulers()
+            self._metrics = self._loaded.get("metrics")
             self._restore_rng()
 
     def restore_loops(self) -> None:
@@ -379,11 +381,16 @@ class CheckpointConnector:
             handle.load_state_dict({key: value for key, value in state.items() if key != "state"})
         engine = trainer.lightning_module._require_engine()
         engine.load_optimizer_states([state.get("state", {}) for state in states])
-        rest = {key: self._loaded[key] for key in ("gradients", "accumulators", "meta") if key in self._loaded}
-        if rest and hasattr(engine, "load_running_state"):
-            engine.load_running_state(rest)
+        if self._loaded.get("gradients") and trainer.fit_loop.continues_epoch:
+            engine.load_gradients(self._loaded["gradients"])
         for config, saved in zip(trainer.lr_scheduler_configs, self._loaded["lr_schedulers"], strict=False):
             config.scheduler.load_state_dict(saved)
+
+    def restore_metrics(self) -> None:
+        """Bring back what was logged; after the sanity check, which empties the dictionaries of metrics."""
+        metrics, self._metrics = self._metrics, None
+        if metrics:
+            _running.restore(self.trainer, metrics)
 
     def _restore_rng(self) -> None:
         rng = self._loaded.get("rng")

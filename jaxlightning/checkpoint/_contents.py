@@ -15,7 +15,6 @@ from typing import Any
 STATE_DICT = "state_dict"
 OPTIMIZER_STATES = "optimizer_states"
 GRADIENTS = "gradients"
-ACCUMULATORS = "accumulators"
 
 #: Where a leaf of `state_dict` belongs: the tree, and the keys inside it.
 Place = tuple[str, tuple[str, ...]]
@@ -92,12 +91,11 @@ def split_for_disk(
     Returns:
         `(body, trees)` for `_io.snapshot`.
     """
-    body = {key: value for key, value in checkpoint.items() if key not in (STATE_DICT, GRADIENTS, ACCUMULATORS)}
+    body = {key: value for key, value in checkpoint.items() if key not in (STATE_DICT, GRADIENTS)}
     params, variables = nested_state(checkpoint.get(STATE_DICT) or {}, places, networks)
     trees: dict[str, Any] = {"params": params, "variables": variables}
-    for key in (GRADIENTS, ACCUMULATORS):
-        if checkpoint.get(key):
-            trees[key] = checkpoint[key]
+    if checkpoint.get(GRADIENTS):
+        trees[GRADIENTS] = checkpoint[GRADIENTS]
     optimizers = checkpoint.get(OPTIMIZER_STATES)
     if isinstance(optimizers, list) and all(isinstance(entry, Mapping) for entry in optimizers):
         trees[OPTIMIZER_STATES] = [entry.get("state", {}) for entry in optimizers]
@@ -124,9 +122,8 @@ def join_from_disk(body: Mapping[str, Any], trees: Mapping[str, Any]) -> dict[st
         checkpoint[key] = value
     if STATE_DICT not in checkpoint:
         checkpoint[STATE_DICT] = flat_state_dict(trees.get("params") or {}, trees.get("variables") or {})
-    for key in (GRADIENTS, ACCUMULATORS):
-        if trees.get(key) is not None:
-            checkpoint[key] = trees[key]
+    if trees.get(GRADIENTS) is not None:
+        checkpoint[GRADIENTS] = trees[GRADIENTS]
     return checkpoint
 
 

@@ -1,7 +1,7 @@
 """Write and read one checkpoint directory: an Orbax composite with one commit.
 
 Layout (docs/checkpoint-format.md): one Orbax PyTree item for each of `params`, `variables`, `optimizer_states`,
-`gradients`, `accumulators` and `extras` that has arrays, and `metadata/metadata.json` for everything else. The JSON
+`gradients` and `extras` that has arrays, and `metadata/metadata.json` for everything else. The JSON
 holds the structure of each tree, so that tuples, None, empty and zero-size nodes, integer keys and typed PRNG keys come
 back as they were, and a check sum of each array, so that damage is found.
 """
@@ -29,7 +29,7 @@ FORMAT = "jaxlightning-checkpoint"
 FORMAT_VERSION = 1
 
 #: The items that may exist, in the order in which they are written.
-TREES = ("params", "variables", "optimizer_states", "gradients", "accumulators")
+TREES = ("params", "variables", "optimizer_states", "gradients")
 #: Arrays that stand anywhere else (callback states, what hooks added).
 EXTRAS = "extras"
 #: States of random generators (2.5 to 5 kB) stay in the JSON.

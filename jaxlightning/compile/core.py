@@ -404,11 +404,11 @@ def train_step(
     scalars: Scalars,
     seed: Any,
     floats: Any,
-) -> tuple[TrainState, jax.Array, tuple[Any, ...], Any]:
+) -> tuple[TrainState, jax.Array, tuple[Any, ...], tuple[Any, ...], Any]:
     """One training batch: gradients, accumulation, clipping, update, packed logs.
 
     Returns:
-        The new state, the step values, the arrays of the outputs, and finite flags (or None).
+        The new state, the step values, states of metric objects, the arrays of the outputs, finite flags (or None).
     """
     owned = _nothing if not binding.optimizers else binding.owned
     old = state
@@ -441,7 +441,7 @@ def train_step(
     if options.outputs:
         output = OutputTree({} if loss is None else {"loss": loss, **extras})
         arrays, info.outputs = output.detach(), output
-    return state, values, arrays, flags
+    return state, values, packing.states_of(logs), arrays, flags
 
 
 def _accumulate(state: TrainState, grads: Any, floats: Any, options: TrainOptions) -> tuple[TrainState, Any]:
@@ -482,11 +482,11 @@ def eval_step(
     batch: Any,
     scalars: Scalars,
     seed: Any,
-) -> tuple[Any, jax.Array, tuple[Any, ...]]:
+) -> tuple[Any, jax.Array, tuple[Any, ...], tuple[Any, ...]]:
     """One evaluation or prediction batch.
 
     Returns:
-        New accumulators, step values, arrays of the outputs.
+        New accumulators, step values, states of metric objects, arrays of the outputs.
     """
     scalars = dataclasses.replace(scalars, dataloader_idx=options.dataloader_idx)
     trace = Trace(
@@ -502,4 +502,4 @@ def eval_step(
     if options.outputs:
         output = OutputTree(result)
         arrays, info.outputs = output.detach(), output
-    return acc, values, arrays
+    return acc, values, packing.states_of(trace.logs), arrays

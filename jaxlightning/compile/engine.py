@@ -45,14 +45,16 @@ class StepOutput:
     Attributes:
         plan: The keys that the variant logs.
         values: Step values, shape [capacity]; `values[slot]` belongs to the key with that slot.
+        states: States of the metric objects that the step called, one for each of `plan.states`.
         skipped: Whether `training_step` returned None.
     """
 
-    __slots__ = ("_arrays", "_tree", "plan", "skipped", "values")
+    __slots__ = ("_arrays", "_tree", "plan", "skipped", "states", "values")
 
-    def __init__(self, plan: LogPlan, values: Any, skipped: bool, tree: Any, arrays: Any) -> None:
+    def __init__(self, plan: LogPlan, values: Any, states: Any, skipped: bool, tree: Any, arrays: Any) -> None:
         self.plan = plan
         self.values = values
+        self.states = states
         self.skipped = skipped
         self._tree = tree
         self._arrays = arrays
@@ -252,18 +254,18 @@ class Engine(EngineState):
         variant = self._hot.get(flags)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
             try:
-                self._leaves, values, outputs, finite = variant.call(self._leaves, arrays, ints, self._floats)
+                self._leaves, values, states, outputs, finite = variant.call(self._leaves, arrays, ints, self._floats)
             except TypeError:  # another shape; the compiled call checks before it consumes anything
                 variant = None
         else:
             variant = None
         if variant is None:
             variant = self._train_variant(flags, batch, arrays, treedef, positions, ints)
-            self._leaves, values, outputs, finite = variant.call(self._leaves, arrays, ints, self._floats)
+            self._leaves, values, states, outputs, finite = variant.call(self._leaves, arrays, ints, self._floats)
         self._nnx_stale = True
         if finite is not None:
             self._raise_anomaly(finite, variant, micro_step)
-        return StepOutput(variant.info.plan, values, variant.info.skipped, variant.info.outputs, outputs)
+        return StepOutput(variant.info.plan, values, states, variant.info.skipped, variant.info.outputs, outputs)
 
     def _train_variant(
         self, flags: tuple[Any, ...], batch: Any, arrays: Any, treedef: Any, positions: Any, ints: Any
@@ -334,7 +336,7 @@ class Engine(EngineState):
         variant = self._hot_eval.get(flags)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
             try:
-                self._eval_acc[stage], values, outputs = variant.call(state, acc, arrays, ints)
+                self._eval_acc[stage], values, states, outputs = variant.call(state, acc, arrays, ints)
             except TypeError:
                 variant = None
         else:
@@ -347,8 +349,8 @@ class Engine(EngineState):
                 self, EvalOptions(stage, dataloader_idx, want_outputs), table, batch, arrays, treedef, positions, ints
             )
             self._hot_eval[flags] = variant
-            self._eval_acc[stage], values, outputs = variant.call(state, self._eval_acc[stage], arrays, ints)
-        return StepOutput(variant.info.plan, values, False, variant.info.outputs, outputs)
+            self._eval_acc[stage], values, states, outputs = variant.call(state, self._eval_acc[stage], arrays, ints)
+        return StepOutput(variant.info.plan, values, states, False, variant.info.outputs, outputs)
 
     def predict_step(
         self,
@@ -414,6 +416,25 @@ class Engine(EngineState):
                 fresh = table.identity(dtype)
                 fresh[:, : old.shape[1]] = old
                 self._set_accumulators(stage, self.strategy.put(fresh))
+
+    def preload_accumulators(self, stage: str, rows: list[tuple[LogMeta, Any, Any]]) -> list[int]:
+        """Starts a stage's accumulators from saved numbers.
+
+        Args:
+            stage: The stage.
+            rows: For each key its options, its sum (or extreme value) and its weight.
+
+        Returns:
+            The slots of the keys.
+        """
+        table = self._table(stage)
+        slots = [table.add(meta) for meta, _, _ in rows]
+        table.capacity = max(table.capacity, table.needed)
+        acc = table.identity(np.float64 if jax.config.jax_enable_x64 else np.float32)
+        for slot, (_, value, weight) in zip(slots, rows, strict=True):
+            acc[:, slot] = value, weight
+        self._set_accumulators(stage, self.strategy.put(acc))
+        return slots
 
     def evaluation_stages(self) -> list[tuple[str, Any]]:
         """Evaluation stages with their live accumulators."""

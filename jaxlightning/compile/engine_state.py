@@ -375,6 +375,23 @@ class EngineState:
             pending, self._pending_optimizers = self._pending_optimizers, None
             self._load_optimizers(pending)
 
+    def load_gradients(self, gradients: Mapping[str, Any]) -> None:
+        """Restores the gradients of an accumulation window that is under way.
+
+        Raises:
+            RuntimeError: If they do not fit the parameters that the optimizers own.
+        """
+        owned, params = self.binding.owned, self.tree.params
+        want = flatten(params if owned is None else select(params, owned))
+        have = flatten(plain(gradients))
+        wrong = sorted(set(want) ^ set(have)) + [p for p in want if p in have and np.shape(have[p]) != want[p].shape]
+        if wrong:
+            raise RuntimeError(
+                f"The accumulated gradients in the checkpoint do not fit the parameters of the optimizers: {wrong[:20]}"
+            )
+        self._set_tree(self.tree.replace(grads=self._placed(plain(gradients))))
+        self.has_gradients = True
+
     def _placed(self, tree: Any) -> Any:
         # Copies: numpy memory handed to a CPU device may be shared with the host array.
         return self.strategy.put(jax.tree.map(jnp.array, tree))

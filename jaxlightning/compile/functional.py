@@ -130,6 +130,11 @@ def functionalize(
         while True:
             info = StepInfo()
             result = step(table, info, jnp.asarray(table.identity(floating)))
+            if info.plan.states:
+                raise NotImplementedError(
+                    f"`functionalize`: the {stage} step of {type(module).__name__} calls metric objects, whose states a pure "
+                    "step cannot keep. Use `metric.functional()` (init, update, merge, compute) beside the step."
+                )
             if table.needed <= table.capacity:
                 return result, info, table
             table.capacity = table.needed
@@ -145,7 +150,7 @@ def functionalize(
             train_state = TrainState(state.params, state.variables, state.opt_state, None, acc)
             return core.train_step(binding, table, info, options, train_state, batch, scalars, state.seed, floats)
 
-        (new, values, arrays, _), info, _ = run("train", step)
+        (new, values, _, arrays, _), info, _ = run("train", step)
         outputs = info.outputs.rebuild(arrays) if info.outputs is not None else {}
         logs = {**outputs, **logs_of(info, values)}
         return (
@@ -166,7 +171,7 @@ def functionalize(
         mode, modes = module.training, binding.modes()
         module.eval()
         try:
-            (_, values, arrays), info, _ = run(stage, step)
+            (_, values, _, arrays), info, _ = run(stage, step)
         finally:
             module.training = mode
             binding.restore_modes(modes)

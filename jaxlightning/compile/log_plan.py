@@ -18,7 +18,8 @@ class LogMeta:
         name: The key as the user gave it.
         on_step: Whether the value of each step is kept.
         on_epoch: Whether the values are reduced over the epoch.
-        reduce_fx: One of `"mean"`, `"sum"`, `"min"`, `"max"`.
+        reduce_fx: One of `"mean"`, `"sum"`, `"min"`, `"max"`; `"state"` for the state of a metric object, which is
+            returned whole and merged by its owner.
         prog_bar: Whether the progress bar shows it.
         logger: Whether the loggers get it.
         add_dataloader_idx: Whether the key gets a `/dataloader_idx_N` suffix with several loaders.
@@ -52,7 +53,9 @@ class LogPlan:
     Attributes:
         metas: The options of each key.
         slots: For each key its index in the step-value vector and in the accumulators.
+        states: What the metric states are that the variant returns (entries with `reduce_fx="state"`), in call order.
     """
 
     metas: tuple[LogMeta, ...] = field(default=())
     slots: tuple[int, ...] = field(default=())
+    states: tuple[LogMeta, ...] = field(default=())

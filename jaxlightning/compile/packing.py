@@ -55,8 +55,15 @@ def plan_of(table: SlotTable, logs: Sequence[LogEntry]) -> LogPlan:
     """The plan of a variant from its log calls; new keys get slots."""
     metas: dict[LogKey, LogMeta] = {}
     for entry in logs:
-        metas.setdefault(entry.meta.key, entry.meta)
-    return LogPlan(tuple(metas.values()), tuple(table.add(meta) for meta in metas.values()))
+        if entry.meta.reduce_fx != "state":
+            metas.setdefault(entry.meta.key, entry.meta)
+    states = tuple(entry.meta for entry in logs if entry.meta.reduce_fx == "state")
+    return LogPlan(tuple(metas.values()), tuple(table.add(meta) for meta in metas.values()), states)
+
+
+def states_of(logs: Sequence[LogEntry]) -> tuple[Any, ...]:
+    """The metric states among the log calls of one run, in call order."""
+    return tuple(entry.value for entry in logs if entry.meta.reduce_fx == "state")
 
 
 def pack(table: SlotTable, logs: Sequence[LogEntry], acc: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -74,6 +81,8 @@ def pack(table: SlotTable, logs: Sequence[LogEntry], acc: jax.Array) -> tuple[ja
     latest: dict[int, Any] = {}
     rounds: list[dict[int, tuple[LogMeta, Any, Any]]] = []
     for entry in logs:
+        if entry.meta.reduce_fx == "state":
+            continue
         slot = table.slots[entry.meta.key][0]
         value = jnp.asarray(entry.value).astype(dtype).reshape(())
         latest[slot] = value

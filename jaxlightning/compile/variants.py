@@ -159,10 +159,10 @@ class Variants:
             def step(leaves: Any, arrays: Any, ints: Any, floats: Any) -> Any:
                 state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
                 seed, *numbers = weak_integers(ints)
-                state, values, outputs, finite = core.train_step(
+                state, values, states, outputs, finite = core.train_step(
                     engine.binding, table, info, options, state, join(arrays), Scalars.of(numbers), seed, floats
                 )
-                return _flat(state, state_treedef), values, outputs, finite
+                return _flat(state, state_treedef), values, states, outputs, finite
 
             return step
 

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.loops.progress import AnyProgress
 
 if TYPE_CHECKING:
     from jaxlightning.trainer import Trainer
+
+
+@contextmanager
+def no_stray_stop_iteration(module: Any) -> Generator[None]:
+    """Turn a StopIteration out of the user's code into an error that names the place.
+
+    Python ends loops with it, so one that escapes from a step could end an epoch without a word.
+
+    Args:
+        module: The user's module, which knows the hook that runs.
+
+    Raises:
+        RuntimeError: In place of the StopIteration.
+    """
+    try:
+        yield
+    except StopIteration as error:
+        place = f"{type(module).__name__}.{vars(module).get('_current_fx_name')}"
+        raise RuntimeError(
+            f"A StopIteration came out of `{place}`. To end an epoch early return -1 from `on_train_batch_start`; to"
+            " end training set `trainer.should_stop = True`."
+        ) from error
 
 
 class Loop:
@@ -76,6 +100,9 @@ class Loop:
         if prefix + "state_dict" in state_dict:
             self.on_load_checkpoint(state_dict[prefix + "state_dict"])
         self.restarting = True
+
+    def teardown(self) -> None:
+        """Release what the run held."""
 
     def reset_progress(self) -> None:
         """Set every counter of this loop and its children to zero."""

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from jaxlightning.loops.base import Loop
+from jaxlightning.loops.base import Loop, no_stray_stop_iteration
 from jaxlightning.loops.call import call_callback_hooks, call_lightning_module_hook, is_overridden
 from jaxlightning.loops.checks import verify_dataloader_idx
 from jaxlightning.loops.data import Feed, LoaderSource, make_feed
@@ -64,7 +64,7 @@ class EvaluationLoop(Loop):
     @property
     def skip(self) -> bool:
         """Whether there is nothing to run."""
-        return sum(self.max_batches) == 0
+        return self.feed is None or sum(self.max_batches) == 0
 
     @property
     def _should_reload(self) -> bool:
@@ -82,7 +82,8 @@ class EvaluationLoop(Loop):
             return []
         self._reset()
         self._start()
-        self._run_batches()
+        with no_stray_stop_iteration(self.trainer.lightning_module):
+            self._run_batches()
         return self._end()
 
     # --- data
@@ -109,7 +110,6 @@ class EvaluationLoop(Loop):
         if self.feed is not None:
             self.feed.close()
             self.feed = None
-        self._max_batches = []
 
     def _close_stream(self) -> None:
         if self._stream is not None:

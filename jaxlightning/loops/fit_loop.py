@@ -6,7 +6,7 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from jaxlightning.loops.base import Loop
+from jaxlightning.loops.base import Loop, no_stray_stop_iteration
 from jaxlightning.loops.call import call_callback_hooks, call_lightning_module_hook, is_overridden
 from jaxlightning.loops.data import Feed, LoaderSource, make_feed
 from jaxlightning.loops.progress import Progress
@@ -203,7 +203,8 @@ class FitLoop(Loop):
         self._stream_is_fresh = False
         profiler = trainer._active_profiler
         with nullcontext() if profiler is None else profiler.profile("run_training_epoch"):
-            epoch_loop.run(stream)
+            with no_stray_stop_iteration(trainer.lightning_module):
+                epoch_loop.run(stream)
         self._end_epoch()
 
     def _end_epoch(self) -> None:

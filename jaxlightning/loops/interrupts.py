@@ -66,12 +66,16 @@ def _shut_down(trainer: Trainer, exception: BaseException) -> None:
         parts.append(("on_exception of the datamodule", tell_datamodule))
     parts += [(f"finalize of {type(each).__name__}", partial(each.finalize, "failed")) for each in trainer.loggers]
     parts.append(("teardown", trainer._teardown))
-    for name, part in parts:
-        try:
-            part()
-        except Exception as error:
-            exception.add_note(f"While shutting down, {name} failed as well: {type(error).__name__}: {error}")
-            _log.warning("While shutting down after %s, %s failed: %r", type(exception).__name__, name, error)
+    try:
+        for name, part in parts:
+            try:
+                part()
+            except Exception as error:
+                exception.add_note(f"While shutting down, {name} failed as well: {type(error).__name__}: {error}")
+                _log.warning("While shutting down after %s, %s failed: %r", type(exception).__name__, name, error)
+    finally:
+        # Also when another Ctrl-C ends the shutdown itself.
+        trainer._signal_connector.teardown()
 
 
 def _save_interrupted(trainer: Trainer) -> None:

@@ -158,7 +158,7 @@ class SplitStep:
         self._has_gradients = False
         progress.increment_ready()
         if self._zero_hooks:
-            new = engine.grads
+            new, has_gradients = engine.grads, engine.has_gradients
             if old is not None:
                 engine.grads = old
             call_callback_hooks(trainer, "on_before_zero_grad", self.optimizer)
@@ -169,6 +169,8 @@ class SplitStep:
                 engine.grads = new
             else:
                 engine.grads = jax.tree.map(lambda left, right: left + right, engine.grads, new)
+            # The hooks emptied the old gradients; those of this batch are there as before.
+            engine.has_gradients = has_gradients
         else:
             progress.increment_started()
         progress.increment_completed()

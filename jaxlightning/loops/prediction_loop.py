@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxlightning.loops.base import Loop
+from jaxlightning.loops.base import Loop, no_stray_stop_iteration
 from jaxlightning.loops.call import call_callback_hooks, call_lightning_module_hook
 from jaxlightning.loops.checks import verify_dataloader_idx
 from jaxlightning.loops.data import Feed, LoaderSource, make_feed
@@ -63,7 +63,8 @@ class PredictionLoop(Loop):
             return None
         self._reset()
         self._start()
-        self._run_batches()
+        with no_stray_stop_iteration(self.trainer.lightning_module):
+            self._run_batches()
         return self._end()
 
     # --- data

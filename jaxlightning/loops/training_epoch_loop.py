@@ -215,6 +215,8 @@ class TrainingEpochLoop(Loop):
                 trainer._warnings.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             else:
                 if start_callbacks or start_module is not None:
+                    if start_module is not None:
+                        connector.before_skippable_batch()
                     space["_current_fx_name"] = "on_train_batch_start"
                     for hook in start_callbacks:
                         hook(trainer, module, batch, batch_idx)
@@ -380,6 +382,7 @@ class TrainingEpochLoop(Loop):
         """`on_train_batch_start` returned -1: no step, no end hook, no validation; epoch schedulers still move."""
         self.batch_progress.is_last_batch = True
         self.batch_progress.increment_processed()
+        self.trainer._logger_connector.skip_batch()
         self._update_lr_schedulers(False, plateau=False)
 
     def _on_early_end(self, val_epoch: bool) -> None:
@@ -400,7 +403,9 @@ class TrainingEpochLoop(Loop):
             self._window_count = 0
         self._update_lr_schedulers(flush, plateau=False)
         due = val_epoch and not validated and due_at_early_end(trainer)
-        self._tail(validate=due, updated=flush, stepped=flush)
+        if not flush:  # the last batch was counted already, but its validation shares its place on the loggers' axis
+            self._batches_that_stepped -= 1
+        self._tail(validate=due, updated=flush, stepped=True)
 
     def _warn_empty(self) -> None:
         self.trainer._warnings.warn(

@@ -128,6 +128,14 @@ class LoggerConnector:
         if self._queue:
             self._queue.flush()
 
+    def before_skippable_batch(self) -> None:
+        """The next train batch may turn out to be skipped: what was logged up to here counts in any case."""
+        self._public.update(self._enter("train").new_step_items())
+
+    def skip_batch(self) -> None:
+        """The train batch is skipped: what its start hooks logged gives no step values."""
+        self._enter("train").new_step_items()
+
     def epoch_end_reached(self, stage: str) -> None:
         """The last batch of an epoch is done: from now on epoch values count."""
         results = self._enter(stage)
@@ -316,7 +324,13 @@ class LoggerConnector:
         return metrics
 
     def update_callback_metrics(self, values: Mapping[str, Any]) -> None:
-        """Add host values to `callback_metrics` without fetching what is on the device."""
+        """Add host values to `callback_metrics` without fetching the step values that are on the device.
+
+        As with a read of `callback_metrics`, what is logged at this moment becomes part of it.
+        """
+        results = self._current_results()
+        if results is not None:
+            self._public.callback.update(results.items().callback)
         self._public.update_callback(values)
 
     def metric_version(self, name: str) -> Any:
@@ -387,7 +401,19 @@ class LoggerConnector:
         self._collections["train"] = results = ResultCollection(
             "train", self._read_accumulators, self._reset_accumulators
         )
-        results.load_state_dict(state)
+        results.load_state_dict(state, self._preload_accumulators)
+
+    def public_state_dict(self) -> dict[str, dict[str, Any]]:
+        """The three dictionaries, as plain values; fetched from the device."""
+        return self._public.state_dict()
+
+    def load_public_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Show the values of an interrupted run until newer ones come."""
+        self._public.load_state_dict(state)
+
+    def _preload_accumulators(self, stage: str, rows: list[tuple[Any, Any, Any]]) -> list[int]:
+        slots: list[int] = self._trainer.lightning_module._engine.preload_accumulators(stage, rows)
+        return slots
 
     # --- The end ---
 

@@ -57,6 +57,19 @@ class MetricDictionaries:
         known = self._versions.get(name)
         return ("unknown", next(self._unknown)) if known is None else known
 
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The values, fetched."""
+        self.resolve()
+        return {"callback": dict(self.callback), "logged": dict(self.logged), "bar": dict(self.bar)}
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Take saved values; they count as one old measurement each."""
+        self.clear()
+        self.callback.update(state["callback"])
+        self.logged.update(state["logged"])
+        self.bar.update(state["bar"])
+        self._versions = {name: ("restored", name) for name in self.callback}
+
     def resolve(self) -> None:
         """Fetch everything that is still on the device, with one read."""
         resolve_in_place(self.callback, self.logged, self.bar)

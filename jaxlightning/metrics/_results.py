@@ -99,6 +99,8 @@ class ResultCollection:
         self.step_log = False
         # Whether step values came that nobody has put into the three dictionaries.
         self._fresh = False
+        # Whether the accumulators hold sums from a checkpoint that no step of this run has added to.
+        self._preloaded = False
         self._entries: dict[LogKey, Entry] = {}
         self._plan: LogPlan | None = None
         self._values: Any = None
@@ -273,25 +275,44 @@ class ResultCollection:
         fetch(snapshot for entry in entries if entry.host is not None for snapshot in entry.host.snapshots())
         saved = []
         for entry, step in zip(entries, steps, strict=True):
-            rows = list(self._rows(entry)) if entry.meta.on_epoch else []
-            total, weight = _combined(entry.meta.reduce_fx, rows)
+            device, host = None, (None, 0)
+            if entry.meta.on_epoch:
+                rows = [(to_scalar(total), to_scalar(weight)) for total, weight in self._rows(entry)]
+                device = list(rows.pop(0)) if entry.slot is not None else None
+                host = rows[0] if rows else host
             saved.append(
                 {
                     "meta": dataclasses.asdict(entry.meta),
-                    "total": to_scalar(total),
-                    "weight": to_scalar(weight),
+                    "device": device,
+                    "on_device": entry.slot is not None,
+                    "total": host[0],
+                    "weight": host[1],
                     "step": to_scalar(step) if entry.meta.on_step else None,
                 }
             )
         return saved
 
-    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Continue from what `state_dict` gave: it counts as logged by the host, the device adds to it."""
+    def load_state_dict(
+        self, state: list[dict[str, Any]], preload: Callable[[str, list[tuple[LogMeta, Any, Any]]], list[int]]
+    ) -> None:
+        """Continue from what `state_dict` gave; sums of compiled steps go on where they were, in the same order.
+
+        Args:
+            state: From `state_dict`.
+            preload: Puts sums and weights of keys into the accumulators of a stage and returns their slots.
+        """
         self.reset()
+        on_device = [saved for saved in state if saved["on_device"]]
+        slots = preload(
+            self.stage, [(LogMeta(**saved["meta"]), *(saved["device"] or (0.0, 0.0))) for saved in on_device]
+        )
+        places = {id(saved): slot for saved, slot in zip(on_device, slots, strict=True)}
         for saved in state:
             entry = self.register(LogMeta(**saved["meta"]))
+            entry.slot = places.get(id(saved))
             entry.host = HostValue.restored(entry.meta.reduce_fx, saved["total"], saved["weight"], saved["step"])
             self._activate(entry)
+        self._preloaded = bool(on_device)
         self._fresh = bool(state)
         self.first_batch = False if state else None
 
@@ -311,8 +332,9 @@ class ResultCollection:
             entry.slot = None
             if entry.host is not None:
                 entry.host.reset()
-        if self._plan is not None:
+        if self._plan is not None or self._preloaded:
             self._reset_accumulators(self.stage)
+        self._preloaded = False
         self.step_log = self._fresh = False
         self.first_batch = None
         self.batch = self.batch_size = self.dataloader_idx = None

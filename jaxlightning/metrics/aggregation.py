@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,7 +58,7 @@ class _Aggregator(Metric):
         if self.nan_strategy in ("error", "warn") and int(state["nans"]):
             if self.nan_strategy == "error":
                 raise RuntimeError(
-                    f"Encountered `nan` values in tensor: {int(state['nans'])} of what `{type(self).__name__}` was given."
+                    f"Encountered `nan` values in tensor: {int(state['nans'])} in what `{type(self).__name__}` got."
                 )
             rank_zero_warn(
                 f"Encountered `nan` values in tensor. Will be removed: {int(state['nans'])} of what "
@@ -74,8 +73,11 @@ class _Aggregator(Metric):
         """
         value, _, counts, nans = self._prepared(value)
         neutral = jnp.asarray(self._default, value.dtype)
-        reduce: Callable[..., Any] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[self._reduction]
-        return {self._name: reduce(jnp.where(counts, value, neutral), initial=neutral), "nans": nans}
+        reductions: dict[str, Any] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
+        return {
+            self._name: reductions[self._reduction](jnp.where(counts, value, neutral), initial=neutral),
+            "nans": nans,
+        }
 
     def value_of(self, state: State) -> Any:
         """The reduction."""

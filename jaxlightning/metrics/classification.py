@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import jax
@@ -51,6 +52,10 @@ class _Counts(Metric):
         for name in ("tp", "fp", "tn", "fn"):
             self.add_state(name, np.zeros(() if size is None else size, np.int32))
 
+    @abstractmethod
+    def _score(self, state: State, average: str | None, multilabel: bool, top_k: int) -> Any:
+        """The score of counts."""
+
 
 class _Binary(_Counts):
     """Two classes.
@@ -92,9 +97,6 @@ class _Binary(_Counts):
     def value_of(self, state: State) -> Any:
         """The score."""
         return self._score(state, "binary", False, 1)
-
-    def _score(self, state: State, average: str | None, multilabel: bool, top_k: int) -> Any:
-        raise NotImplementedError
 
 
 class _Multilabel(_Counts):
@@ -147,9 +149,6 @@ class _Multilabel(_Counts):
     def value_of(self, state: State) -> Any:
         """The score."""
         return self._score(state, self.average, True, 1)
-
-    def _score(self, state: State, average: str | None, multilabel: bool, top_k: int) -> Any:
-        raise NotImplementedError
 
 
 class _Multiclass(_Counts):
@@ -210,9 +209,6 @@ class _Multiclass(_Counts):
         """The score."""
         return self._score(state, self.average, False, self.top_k)
 
-    def _score(self, state: State, average: str | None, multilabel: bool, top_k: int) -> Any:
-        raise NotImplementedError
-
 
 def predicted_class(preds: jax.Array, target: jax.Array, num_classes: int, top_k: int, metric: str) -> jax.Array:
     """The class that counts as predicted: the target if it is among the first `top_k`, else the most probable.
@@ -233,8 +229,8 @@ def predicted_class(preds: jax.Array, target: jax.Array, num_classes: int, top_k
     if preds.ndim == target.ndim + 1:
         if preds.shape[1] != num_classes or (preds.shape[0], *preds.shape[2:]) != target.shape:
             raise ValueError(
-                f"`{metric}` expects `preds` of shape [N, {num_classes}, ...] for `target` of shape {target.shape}, but "
-                f"got {preds.shape}."
+                f"`{metric}` expects `preds` of shape [N, {num_classes}, ...] for `target` of shape {target.shape}, "
+                f"but got {preds.shape}."
             )
         best = jnp.argmax(preds, axis=1).astype(jnp.int32)
         if top_k == 1:
@@ -244,7 +240,7 @@ def predicted_class(preds: jax.Array, target: jax.Array, num_classes: int, top_k
     same_shape(preds, target, metric)
     if jnp.issubdtype(preds.dtype, jnp.floating):
         raise ValueError(
-            f"`{metric}` received `preds` of the shape of `target` but of type {preds.dtype}; expected ints."
+            f"`{metric}` received `preds` of the shape of `target` but of type {preds.dtype}, no class numbers."
         )
     if top_k > 1:
         raise ValueError(f"`{metric}(top_k={top_k})` needs the scores of all classes, but got class numbers.")

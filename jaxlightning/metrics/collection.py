@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from jaxlightning.metrics.metric import Metric
 
 __all__ = ["MetricCollection"]
+
+OneOrMore: TypeAlias = "Metric | MetricCollection"
 
 
 class MetricCollection:
@@ -28,10 +30,7 @@ class MetricCollection:
 
     def __init__(
         self,
-        metrics: Metric
-        | MetricCollection
-        | Sequence[Metric | MetricCollection]
-        | Mapping[str, Metric | MetricCollection],
+        metrics: OneOrMore | Sequence[OneOrMore] | Mapping[str, OneOrMore],
         *additional_metrics: Metric,
         prefix: str | None = None,
         postfix: str | None = None,

@@ -230,10 +230,10 @@ class _Curve(Metric):
 
 
 def _floating_scores(preds: Any, metric: str) -> jax.Array:
-    preds = jnp.asarray(preds)
-    if not jnp.issubdtype(preds.dtype, jnp.floating):
-        raise ValueError(f"Expected `preds` of `{metric}` to be probabilities or logits, but got {preds.dtype}.")
-    return preds
+    scores: jax.Array = jnp.asarray(preds)
+    if not jnp.issubdtype(scores.dtype, jnp.floating):
+        raise ValueError(f"Expected `preds` of `{metric}` to be probabilities or logits, but got {scores.dtype}.")
+    return scores
 
 
 def _refuse_max_fpr(max_fpr: float | None, metric: str) -> None:

@@ -1,4 +1,4 @@
-"""What can be learnt about an optax transformation from its closures: a name, and perhaps its learning rate.
+"""What can be learnt about an optax transformation: a name, what its update needs, and perhaps its learning rate.
 
 Optax keeps no description of a transformation, only functions. What is read here is read conservatively: a shape that
 is not known for certain gives None, never a guess. The tests pin it for the installed optax.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 # Links of a chain that keep the meaning of the learning rate that follows them: they give a direction.
 _DIRECTIONS = frozenset(
@@ -175,3 +178,38 @@ def find_injections(tx: Any) -> list[tuple[dict[str, Any], set[str]]]:
         if maker_of(fn) == "inject_hyperparams" and isinstance(free.get("numeric_hps"), dict):
             out.append((dict(free["numeric_hps"]), set(free.get("sched_hps", {}))))
     return out
+
+
+def find_needs(tx: Any, params: Any) -> tuple[bool, bool]:
+    """Finds out which extra arguments an update wants, by tracing it with more and more of them.
+
+    Args:
+        tx: The transformation.
+        params: Its parameters; only shapes and dtypes are looked at.
+
+    Returns:
+        Whether it needs `value` (and perhaps `grad`), and whether it needs `value_fn`.
+    """
+
+    def shape(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))  # type: ignore[no-untyped-call]
+
+    def total(tree: Any, *args: Any, **kwargs: Any) -> Any:
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree))
+
+    def works_with(names: tuple[str, ...]) -> bool:
+        def run(grads: Any, tree: Any) -> Any:
+            offered = {"value": total(tree), "grad": grads, "value_fn": total}
+            return tx.update(grads, tx.init(tree), tree, **{name: offered[name] for name in names})[0]
+
+        shapes = jax.tree.map(shape, params)
+        try:
+            jax.eval_shape(run, shapes, shapes)
+        except TypeError:  # a keyword-only argument is missing
+            return False
+        return True
+
+    for names in ((), ("value",), ("value", "grad"), ("value", "grad", "value_fn")):
+        if works_with(names):
+            return "value" in names, "value_fn" in names
+    return False, False  # the update itself will say what is wrong

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,15 +16,22 @@ from jaxlightning.optim._closures import (
     find_injections,
     find_learning_rate,
     find_name,
+    find_needs,
     find_schedules,
     maker_of,
     reachable,
 )
-from jaxlightning.optim._groups import ParamGroup, as_selection, leaf_paths, path_text
+from jaxlightning.optim._groups import ParamGroup, as_selection, leaf_paths
 from jaxlightning.optim._handle import OptimizerHandle, as_number, settle
+from jaxlightning.optim._injection import (
+    LEARNING_RATE,
+    OptaxGroup,
+    injections,
+    is_float_scalar,
+    map_injections,
+    shortest,
+)
 from jaxlightning.utilities.exceptions import MisconfigurationException
-
-_LR = "learning_rate"
 
 
 class SlowState(NamedTuple):
@@ -82,6 +89,7 @@ class OptaxOptimizer(OptimizerHandle):
         self.name = name or find_name(tx)
         self.owns = None if params is None else as_selection(params)
         self._lookahead = maker_of(getattr(tx, "update", None)) == "lookahead"
+        self._averages = self._lookahead or "schedule_free" in set(map(maker_of, reachable(tx)))
         self.lr_source = lr if lr is not None else find_learning_rate(tx)
         self._schedules = find_schedules(tx)
         self._slots: list[tuple[int, str]] = []  # (injection, hyper-parameter) of every entry of the vector
@@ -114,17 +122,19 @@ class OptaxOptimizer(OptimizerHandle):
         groups = []
         for index, (label, numbers, scheduled) in enumerate(found):
             fixed = {
-                key: _shortest(value)
+                key: shortest(value)
                 for key, value in numbers.items()
-                if key not in scheduled and _is_float_scalar(value)
+                if key not in scheduled and is_float_scalar(value)
             }
             for key, number in fixed.items():
                 self._slots.append((index, key))
                 self._start[index, key] = number
-            if _LR in numbers or _LR in scheduled:
+            if LEARNING_RATE in numbers or LEARNING_RATE in scheduled:
                 names = {"name": label} if label is not None and len(found) > 1 else {}
                 pair = {"betas": None} if {"b1", "b2"} <= fixed.keys() else {}
-                groups.append(self._group(index, {**names, **pair, **{k: v for k, v in fixed.items() if k != _LR}}))
+                groups.append(
+                    self._group(index, {**names, **pair, **{k: v for k, v in fixed.items() if k != LEARNING_RATE}})
+                )
         if groups:
             self.param_groups[:] = groups
             words = ("betas", "momentum", "weight_decay")
@@ -132,7 +142,7 @@ class OptaxOptimizer(OptimizerHandle):
         self._changed()
 
     def _group(self, index: int, values: dict[str, Any]) -> ParamGroup:
-        return _OptaxGroup({"params": self.owns, **values}, self, index)
+        return OptaxGroup({"params": self.owns, **values}, self, index)
 
     @property
     def optimizer(self) -> Any:
@@ -147,7 +157,8 @@ class OptaxOptimizer(OptimizerHandle):
             raise ValueError(
                 f"{self.name} got an empty parameter list: none of the module's parameters matches {self.owns!r}."
             )
-        self._find_needs(params)
+        if not self._lookahead:
+            self.needs_value, self.needs_value_fn = find_needs(self._tx, params)
         if self._lookahead:
             inner = self._tx.init(optax.LookaheadParams.init_synced(params))
             return settle(SlowState(inner=inner, slow=jax.tree.map(jnp.array, params)))
@@ -190,32 +201,6 @@ class OptaxOptimizer(OptimizerHandle):
 
         return map_injections(state, put)
 
-    def _find_needs(self, params: Any) -> None:
-        """Finds out which extra arguments the update wants, by tracing it with more and more of them."""
-        if self._lookahead:
-            return
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)  # type: ignore[no-untyped-call]
-
-        def total(tree: Any, *args: Any, **kwargs: Any) -> Any:
-            return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree))
-
-        def attempt(names: tuple[str, ...]) -> bool:
-            def run(grads: Any, tree: Any) -> Any:
-                offered = {"value": total(tree), "grad": grads, "value_fn": total}
-                state = self._tx.init(tree)
-                return self._tx.update(grads, state, tree, **{name: offered[name] for name in names})[0]
-
-            try:
-                jax.eval_shape(run, shapes, shapes)
-            except TypeError:
-                return False
-            return True
-
-        for names in ((), ("value",), ("value", "grad"), ("value", "grad", "value_fn")):
-            if attempt(names):
-                self.needs_value, self.needs_value_fn = "value" in names, "value_fn" in names
-                return
-
     # --- hyper-parameters ---------------------------------------------------------------------------------------
 
     @property
@@ -236,7 +221,7 @@ class OptaxOptimizer(OptimizerHandle):
         """
         if (index, key) in self._set:
             return self._set[index, key]
-        if key == _LR and not self._injected:
+        if key == LEARNING_RATE and not self._injected:
             return self._plain_lr(opt_state)
         if opt_state is None and self._get_state is not None:
             opt_state = self._get_state()
@@ -244,7 +229,7 @@ class OptaxOptimizer(OptimizerHandle):
             return float(self._schedules[key](self.count(opt_state)))
         nodes = list(injections(opt_state))
         if index < len(nodes) and key in nodes[index][1].hyperparams:
-            return _shortest(nodes[index][1].hyperparams[key])
+            return shortest(nodes[index][1].hyperparams[key])
         return self._start.get((index, key))
 
     def _plain_lr(self, opt_state: Any) -> float | None:
@@ -265,6 +250,10 @@ class OptaxOptimizer(OptimizerHandle):
             return int(opt_state.gradient_step)
         return self.updates
 
+    def has_number(self, index: int, key: str) -> bool:
+        """Whether a hyper-parameter can be set from the host."""
+        return (index, key) in self._slots
+
     def set_number(self, index: int, key: str, value: Any) -> None:
         """Sets an injected hyper-parameter from the host; the compiled step takes it as an input.
 
@@ -277,7 +266,7 @@ class OptaxOptimizer(OptimizerHandle):
             MisconfigurationException: If the transformation has no such injected number.
         """
         if (index, key) not in self._slots:
-            if self._injected and (key in self._schedules or key == _LR):
+            if self._injected and (key in self._schedules or key == LEARNING_RATE):
                 raise MisconfigurationException(
                     f"{key!r} of {self.name} follows a schedule given to `optax.inject_hyperparams`, so setting it "
                     "would have no effect. Give a number in place of the schedule to set it from outside."
@@ -292,7 +281,7 @@ class OptaxOptimizer(OptimizerHandle):
 
     def read_lr(self, opt_state: Any = None) -> list[float | None]:
         """The learning rate of every group, see `OptimizerHandle.read_lr`."""
-        return [self.get_number(group.index, _LR, opt_state) for group in self.param_groups]
+        return [self.get_number(group.index, LEARNING_RATE, opt_state) for group in self.param_groups]
 
     def write_hyper(self, opt_state: Any, name: str, value: Any) -> Any:
         """Writes a hyper-parameter into a state, as `opt_state.hyperparams[name] = value` would.
@@ -308,7 +297,7 @@ class OptaxOptimizer(OptimizerHandle):
         Raises:
             MisconfigurationException: If nothing in the state is called so.
         """
-        key = _LR if name == "lr" else name
+        key = LEARNING_RATE if name == "lr" else name
         known = {other for _, node in injections(opt_state) for other in node.hyperparams}
         if key not in known:
             raise MisconfigurationException(
@@ -331,8 +320,8 @@ class OptaxOptimizer(OptimizerHandle):
 
     def _restore_value(self, group: Any, key: str, value: Any) -> None:
         if key in ("lr", "betas") or (group.index, key) in self._slots:
-            if (group.index, _LR if key == "lr" else key) in self._slots and value is not None:
-                self.set_number(group.index, _LR if key == "lr" else key, value)
+            if (group.index, LEARNING_RATE if key == "lr" else key) in self._slots and value is not None:
+                self.set_number(group.index, LEARNING_RATE if key == "lr" else key, value)
             return
         dict.__setitem__(group, key, value)
 
@@ -341,7 +330,7 @@ class OptaxOptimizer(OptimizerHandle):
     @property
     def has_eval_params(self) -> bool:
         """Whether the transformation averages: `schedule_free` or `lookahead`."""
-        return self._lookahead or "schedule_free" in set(map(maker_of, reachable(self.tx)))
+        return self._averages
 
     def eval_params(self, opt_state: Any, params: Any) -> Any:
         """The averaged parameters of `schedule_free`, the slow ones of `lookahead`, `params` otherwise.
@@ -357,7 +346,7 @@ class OptaxOptimizer(OptimizerHandle):
             return opt_state.slow
         if not self.has_eval_params:
             return params
-        nodes = [node for node in _nodes(opt_state, _is_schedule_free) if _is_schedule_free(node)]
+        nodes = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_schedule_free) if _is_schedule_free(node)]
         if len(nodes) != 1 or leaf_paths(nodes[0].z) != leaf_paths(params):
             raise MisconfigurationException(
                 f"{self.name}: the evaluation parameters of `schedule_free` are known only when one of them owns all "
@@ -366,47 +355,8 @@ class OptaxOptimizer(OptimizerHandle):
         return optax.contrib.schedule_free_eval_params(nodes[0], params)
 
 
-class _OptaxGroup(ParamGroup):
-    """A parameter group whose numbers live in the optax state."""
-
-    def __init__(self, values: Mapping[str, Any], handle: OptaxOptimizer, index: int) -> None:
-        super().__init__({**values, "lr": None}, lambda group, key, value: value)
-        self._handle = handle
-        self.index = index
-
-    def _optax_name(self, key: str) -> str | None:
-        name = _LR if key == "lr" else key
-        return name if key == "lr" or (self.index, name) in self._handle._slots else None
-
-    def __getitem__(self, key: str) -> Any:
-        if key == "betas" and key in self:
-            return self["b1"], self["b2"]
-        name = self._optax_name(key)
-        return super().__getitem__(key) if name is None else self._handle.get_number(self.index, name)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, `default` if there is none."""
-        return self[key] if key in self else default  # noqa: SIM401  (dict.get would not ask __getitem__)
-
-    def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # its presence makes dict(group) and {**group} ask __getitem__
-
-    def items(self) -> Any:
-        """The pairs of the group, with current numbers."""
-        return {key: self[key] for key in self}.items()
-
-    def values(self) -> Any:
-        """The values of the group, with current numbers."""
-        return [self[key] for key in self]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        name = self._optax_name(key)
-        if key == "betas" and key in self:
-            self["b1"], self["b2"] = value
-        elif name is None:
-            super().__setitem__(key, value)
-        else:
-            self._handle.set_number(self.index, name, value)
+def _is_schedule_free(node: Any) -> bool:
+    return hasattr(node, "base_optimizer_state") and hasattr(node, "z") and hasattr(node, "b1")
 
 
 _handles: weakref.WeakValueDictionary[int, OptaxOptimizer] = weakref.WeakValueDictionary()
@@ -432,45 +382,3 @@ def handle_for(tx: Any) -> OptaxOptimizer:
 def forget_handles() -> None:
     """Makes the next run begin with fresh handles for the same transformations."""
     _handles.clear()
-
-
-def _is_injection(node: Any) -> bool:
-    return hasattr(node, "hyperparams") and hasattr(node, "inner_state") and hasattr(node, "_replace")
-
-
-def _is_schedule_free(node: Any) -> bool:
-    return hasattr(node, "base_optimizer_state") and hasattr(node, "z") and hasattr(node, "b1")
-
-
-def _nodes(state: Any, stop: Callable[[Any], bool]) -> Iterator[Any]:
-    yield from jax.tree.leaves(state, is_leaf=stop)
-
-
-def injections(state: Any) -> Iterator[tuple[str | None, Any]]:
-    """The outermost `inject_hyperparams` states inside a state, each with its label in `optax.partition`, if any."""
-    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_injection)[0]:
-        if _is_injection(node):
-            parts = path_text(path).split("/")
-            label = parts[parts.index("inner_states") + 1] if "inner_states" in parts[:-1] else None
-            yield label, node
-
-
-def map_injections(state: Any, fn: Callable[[int, Any], Any]) -> Any:
-    """Replaces the outermost `inject_hyperparams` states, numbered as `injections` gives them, by `fn(i, node)`."""
-    leaves, structure = jax.tree.flatten(state, is_leaf=_is_injection)
-    position = 0
-    for place, leaf in enumerate(leaves):
-        if _is_injection(leaf):
-            leaves[place] = fn(position, leaf)
-            position += 1
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _is_float_scalar(value: Any) -> bool:
-    return jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.floating)
-
-
-def _shortest(value: Any) -> float:
-    """A float32 as the decimal number that a user would have written: 0.1 and not 0.10000000149."""
-    array = np.asarray(value)
-    return float(array) if array.dtype == np.float64 else float(str(array.astype(np.float32)))

@@ -1,5 +1,7 @@
 """Small things that every part of the package uses."""
 
+from typing import TYPE_CHECKING, Any
+
 from jaxlightning.utilities.exceptions import MisconfigurationException as MisconfigurationException
 from jaxlightning.utilities.exceptions import SIGTERMException as SIGTERMException
 from jaxlightning.utilities.parsing import AttributeDict as AttributeDict
@@ -11,3 +13,15 @@ from jaxlightning.utilities.rank_zero import rank_zero_warn as rank_zero_warn
 from jaxlightning.utilities.seed import isolate_rng as isolate_rng
 from jaxlightning.utilities.seed import seed_everything as seed_everything
 from jaxlightning.utilities.warnings import PossibleUserWarning as PossibleUserWarning
+
+if TYPE_CHECKING:
+    from jaxlightning.optim import grad_norm as grad_norm
+
+
+def __getattr__(name: str) -> Any:
+    # Lightning keeps it here; it belongs to `optim`, which imports this package.
+    if name == "grad_norm":
+        from jaxlightning.optim import grad_norm
+
+        return grad_norm
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,6 +34,8 @@ def _run(stopper: EarlyStopping, trainer: Any, values: list[float]) -> int:
 
 @pytest.mark.lightning
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.catalogue("ES03", "ES04", "ES05")
+@pytest.mark.catalogue("ES12", adaptation="one read per check; the comparison is on the host")
 def test_decides_as_lightning_does(seed: int, make_trainer: MakeTrainer) -> None:
     import torch
     from lightning.pytorch.callbacks import EarlyStopping as Theirs

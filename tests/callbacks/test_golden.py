@@ -120,6 +120,9 @@ def _check_two_optimizers(configured: Any, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", golden("lr_monitor"))
+@pytest.mark.catalogue("LM01", adaptation="optax transformations are named by the user or by their factory")
+@pytest.mark.catalogue("LM02", adaptation="read from the optimizer's host side")
+@pytest.mark.catalogue("LM06", adaptation="rates are read from the host, not from the optimizer's state")
 def test_the_learning_rates_of_lightning_are_logged(name: str) -> None:
     expected = golden("lr_monitor")[name]
     base, _, options = name.partition("+")
@@ -201,6 +204,7 @@ class _Logging(TinyModule):
 
 
 @pytest.mark.parametrize("name", ["csv_v3", "csv_longstr", "none", "two"])
+@pytest.mark.catalogue("PB02", "PB04")
 def test_a_bar_gets_the_metrics_of_lightning_in_every_hook(name: str, tmp_path: Path) -> None:
     loggers: dict[str, Any] = {
         "csv_v3": lambda: CSVLogger(tmp_path, version=3),
@@ -223,6 +227,8 @@ def test_a_bar_gets_the_metrics_of_lightning_in_every_hook(name: str, tmp_path: 
     assert (events if name == "csv_v3" else events[0]["metrics"]) == expected
 
 
+@pytest.mark.catalogue("PB05")
+@pytest.mark.catalogue("PB03", adaptation="numbers on a bar are those of the last log point")
 def test_the_tqdm_bar_shows_what_lightnings_shows(tmp_path: Path) -> None:
     """PB03: the values on our bar are those of the last log point, so the third batch shows the second one's."""
     seen: list[list[Any]] = []

@@ -77,6 +77,7 @@ def keys(value: Any, depth: int) -> Any:
     return {str(k): keys(v, depth - 1) for k, v in value.items()} if isinstance(value, dict) and depth else None
 
 
+@pytest.mark.catalogue("DM03")
 def test_a_checkpoint_has_lightnings_keys(fitted):
     want = golden("checkpoint_contents")["last.ckpt"]
     body = StoredCheckpoint(fitted[1] / "last.ckpt").body()
@@ -240,6 +241,7 @@ def hidden(tmp_path):
     return tmp_path / "a.ckpt"
 
 
+@pytest.mark.catalogue("HP06", "DM07")
 def test_hyper_parameters_are_saved_and_rebuild_the_objects(hidden):
     body = StoredCheckpoint(hidden).body()
     assert {k: v for k, v in body.items() if "param" in k or "hparams" in k} == GOLDEN["ckpt_keys"]

@@ -214,6 +214,9 @@ def wanted(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.catalogue("DL09", "RS09", "RS13", "RS16", "RS17", "LP25")
+@pytest.mark.catalogue("RS11", adaptation="keys and windows are restored too")
+@pytest.mark.catalogue("RS10", "RS12", "RS15")
 def test_what_a_resumed_run_sees_is_what_was_recorded(name, tmp_path):
     first, second, ck, pick, options = SCENARIOS[name]
     got, want = scenario(str(tmp_path), first, second, ck, pick, options), wanted(name)
@@ -242,6 +245,7 @@ def test_a_checkpoint_saved_after_fit_starts_the_next_epoch(tmp_path):
     assert [t.global_step, t.current_epoch] == want["final"]
 
 
+@pytest.mark.catalogue("ES09", "RS19", "CB03", "TM05")
 def test_the_state_of_callbacks_comes_back(tmp_path):
     want = GOLDEN["callback_state"]
     root = str(tmp_path)
@@ -277,6 +281,7 @@ def test_the_state_of_callbacks_comes_back(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.catalogue("RS06", "RS07")
 def test_the_keywords_of_ckpt_path_find_what_was_recorded(tmp_path):
     root, found = str(tmp_path), {}
     warnings.simplefilter("ignore")

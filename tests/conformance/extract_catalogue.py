@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 _ROW = re.compile(r"^\| (?P<id>[A-Z]{2}\d\d) \|(?P<body>.*)\|\s*$")
-_GOLDEN = re.compile(r"golden:([a-z_]+(?:\.[^\s,;|]+(?:\\\|[^\s,;|]+)*)?)")
+_GOLDEN = re.compile(r"golden:((?:\\\||[^\s,;|])+)")
 
 
 def rows_of(text: str) -> list[dict[str, object]]:

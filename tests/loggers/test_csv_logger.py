@@ -33,6 +33,7 @@ def _write(logger: Any, saves: tuple[int, ...]) -> str:
 @pytest.mark.lightning
 @pytest.mark.parametrize("saves", [(), (0, 1, 2, 3), (1,)])
 @pytest.mark.parametrize("prefix", ["", "p"])
+@pytest.mark.catalogue("LO03", "LO04")
 def test_the_file_is_lightnings(tmp_path: Path, saves: tuple[int, ...], prefix: str) -> None:
     from lightning.pytorch.loggers import CSVLogger as Reference
 
@@ -46,6 +47,7 @@ def test_the_file_is_lightnings(tmp_path: Path, saves: tuple[int, ...], prefix: 
 @pytest.mark.parametrize(
     "options", [{}, {"name": None}, {"name": ""}, {"name": "exp", "version": 7}, {"version": "best"}, {"name": "a/b"}]
 )
+@pytest.mark.catalogue("LO02")
 def test_the_directories_are_lightnings(tmp_path: Path, options: dict[str, Any]) -> None:
     from lightning.pytorch.loggers import CSVLogger as Reference
 
@@ -85,6 +87,7 @@ def test_rows_are_flushed_at_every_n_steps(tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) == 3
 
 
+@pytest.mark.catalogue("LO05")
 def test_a_fresh_run_into_a_used_directory_deletes_its_metrics_and_says_so(tmp_path: Path) -> None:
     _write(CSVLogger(tmp_path, version=0), ())
     again = CSVLogger(tmp_path, version=0)
@@ -106,6 +109,7 @@ def _run(logger: CSVLogger, epochs: range) -> None:
         logger.save()
 
 
+@pytest.mark.catalogue("LO05")
 def test_a_resumed_run_keeps_the_rows_before_its_step(tmp_path: Path) -> None:
     """LO05 in DIFFERENCES: Lightning deletes the file."""
     straight = CSVLogger(tmp_path / "straight")

@@ -154,6 +154,7 @@ def test_different_values_under_one_name_are_refused(other: Any) -> None:
 
 
 @pytest.mark.lightning
+@pytest.mark.catalogue("LO15")
 def test_flattening_is_lightnings() -> None:
     from lightning.fabric.utilities.logger import _flatten_dict
 
@@ -175,6 +176,7 @@ def test_flattening_is_lightnings() -> None:
 
 
 @pytest.mark.lightning
+@pytest.mark.catalogue("LO15")
 def test_plain_values_are_lightnings() -> None:
     from lightning.fabric.utilities.logger import _sanitize_params
 

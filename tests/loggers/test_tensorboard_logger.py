@@ -52,6 +52,7 @@ def test_scalars_have_the_names_and_steps_of_the_metrics(tmp_path: Path) -> None
         {"sub_dir": "$GROUP/x", "name": ""},
     ],
 )
+@pytest.mark.catalogue("LO02")
 def test_directories_and_files_are_lightnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -86,6 +86,8 @@ class Reader(TinyModule):
 
 
 @pytest.mark.parametrize("key", COMBINATIONS)
+@pytest.mark.catalogue("DL03", "DL04", "DL05")
+@pytest.mark.catalogue("DL06", adaptation="a None among the loaders is another structure, so one more compilation")
 def test_collections_give_lightnings_batches(key: str) -> None:
     verb, kind, mode = key.split("|")
     theirs = THEIRS["combinations"][key]
@@ -165,6 +167,8 @@ def rows(a: int, b: int) -> pl.ArrayLoader:
 
 
 @pytest.mark.parametrize("key", [key for key in THEIRS["predict"] if "|" in key])
+@pytest.mark.catalogue("PR04", "PR05")
+@pytest.mark.catalogue("PR09", adaptation="indices come from our own samplers too")
 def test_predictions_and_writers_get_lightnings_values(key: str) -> None:
     kind, _, value = key.partition("|return_predictions=")
     loaders = {"single": rows(0, 5), "list1": [rows(0, 5)], "two": [rows(0, 5), rows(10, 12)]}[kind]
@@ -178,12 +182,14 @@ def test_predictions_and_writers_get_lightnings_values(key: str) -> None:
     assert on_epoch.events == theirs["writer_epoch"]
 
 
+@pytest.mark.catalogue("PR08")
 def test_prediction_limits_are_lightnings() -> None:
     limited = pl.Trainer(limit_predict_batches=1, **QUIET).predict(Summing(), [rows(0, 5), rows(10, 12)])
     assert plain(limited) == THEIRS["predict"]["limit_predict_1"]
     assert pl.Trainer(limit_predict_batches=0, **QUIET).predict(Summing(), rows(0, 5)) is None
 
 
+@pytest.mark.catalogue("PR06", adaptation="fetched batch by batch into numpy arrays")
 def test_predictions_are_on_the_host() -> None:
     result = pl.Trainer(**QUIET).predict(Summing(), rows(0, 5))
     assert result is not None
@@ -222,6 +228,7 @@ class Logged(TinyModule):
 
 
 @pytest.mark.parametrize("key", [key for key in THEIRS["evaluate"] if "|c=" in key])
+@pytest.mark.catalogue("PR01", "PR13", "LG45", "LG47")
 def test_results_of_a_test_are_lightnings(key: str) -> None:
     kind, _, with_c = key.partition("|c=")
     loaders = {"single": rows(0, 5), "two": [rows(0, 5), rows(10, 12)], "dict": {"x": rows(0, 5), "y": rows(10, 12)}}
@@ -252,6 +259,7 @@ def test_results_of_a_test_are_lightnings(key: str) -> None:
         ("every_1_check_val_2", {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2}),
     ],
 )
+@pytest.mark.catalogue("TF33")
 def test_loaders_are_requested_when_lightning_requests_them(name: str, flags: dict[str, Any]) -> None:
     events: list[Any] = []
 
@@ -269,6 +277,7 @@ def test_loaders_are_requested_when_lightning_requests_them(name: str, flags: di
 
 
 @pytest.mark.torch
+@pytest.mark.catalogue("LP23")
 def test_samplers_are_told_the_epoch() -> None:
     import torch
 
@@ -295,6 +304,10 @@ def test_samplers_are_told_the_epoch() -> None:
     assert val.epochs == THEIRS["reload"]["set_epoch_val"]
 
 
+@pytest.mark.catalogue(
+    "TF29",
+    adaptation="host generators are put back; step keys are folded from counters that a sanity check does not move",
+)
 def test_the_sanity_check_leaves_the_order_of_training_alone() -> None:
     class Shuffled:
         def __len__(self) -> int:
@@ -316,6 +329,7 @@ def test_the_sanity_check_leaves_the_order_of_training_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore:You have overridden:UserWarning")
 @pytest.mark.parametrize("name", THEIRS["transfer_hooks"])
+@pytest.mark.catalogue("HK27")
 def test_transfer_hooks_belong_to_whom_lightning_gives_them(name: str) -> None:
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     owners: dict[str, tuple[Any, Any]] = {
@@ -378,6 +392,7 @@ class Order(pl.Callback):
     ("given", "flags"),
     [(SizedShort(3, 5), {}), (Short(3, None), {"limit_train_batches": 5})],
 )
+@pytest.mark.catalogue("LP18")
 def test_a_loader_that_ends_early_still_validates(given: Any, flags: dict[str, Any]) -> None:
     """DIFFERENCES, LP18: the iterator's end is the epoch's end, whatever its length says."""
     order = Order()
@@ -387,6 +402,7 @@ def test_a_loader_that_ends_early_still_validates(given: Any, flags: dict[str, A
     assert [each[2] for each in order.ends] == [True, True]
 
 
+@pytest.mark.catalogue("LP18", "GA02")
 def test_a_loader_that_ends_early_flushes_its_window() -> None:
     """DIFFERENCES, LP18 and GA02: the window is applied, divided by its real count."""
     order = Order()
@@ -400,6 +416,7 @@ def test_an_empty_unsized_loader_is_pointed_out() -> None:
         pl.Trainer(limit_val_batches=0, **QUIET).fit(TinyModule(), Short(0, None))
 
 
+@pytest.mark.catalogue("LP15")
 def test_batches_of_none_are_skipped_as_in_lightning() -> None:
     class Gaps:
         def __len__(self) -> int:

@@ -78,6 +78,16 @@ class FakeEngine:
     def reset_accumulators(self, stage: str) -> None:
         self.accumulators.pop(stage, None)
 
+    def preload_accumulators(self, stage: str, rows: list[tuple[Any, Any, Any]]) -> list[int]:
+        table = self.tables.setdefault(stage, SlotTable())
+        table.capacity = 64
+        slots = [table.add(meta) for meta, _, _ in rows]
+        start = table.identity(np.float32)
+        for slot, (_, total, weight) in zip(slots, rows, strict=True):
+            start[:, slot] = total, weight
+        self.accumulators[stage] = start
+        return slots
+
 
 class RecordingLogger:
     """A logger of somebody else's: only the methods that are needed."""

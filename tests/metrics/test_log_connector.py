@@ -220,6 +220,8 @@ def _same_key_cases() -> dict[str, Any]:
 
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
 @pytest.mark.parametrize("case", _same_key_cases())
+@pytest.mark.catalogue("LG25", "LG46", "LG48")
+@pytest.mark.catalogue("LG22", adaptation="arguments are compared while tracing and across traces")
 def test_one_key_logged_twice(fake: Any, case: str, where: str) -> None:
     expected = fake.golden("logging_rules")["same_key_rules"][case]
     body = _same_key_cases()[case]
@@ -246,6 +248,7 @@ def test_the_error_about_other_arguments_names_them(fake: Any) -> None:
         fake.Trainer(Module()).fit(fake.batches(2, 2))
 
 
+@pytest.mark.catalogue("LG23")
 def test_one_key_from_two_hooks_is_two_metrics(fake: Any) -> None:
     class Module(fake.Module):  # type: ignore[name-defined,misc]
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -260,6 +263,7 @@ def test_one_key_from_two_hooks_is_two_metrics(fake: Any) -> None:
     assert fake.rounded(trainer.callback_metrics) == expected
 
 
+@pytest.mark.catalogue("LG24", adaptation="chosen by Python values; each choice is a compiled variant of its own")
 def test_a_key_of_some_batches_only(fake: Any) -> None:
     expected = fake.golden("extra")["key_logged_only_in_batch_1_of_3"]
 
@@ -276,6 +280,7 @@ def test_a_key_of_some_batches_only(fake: Any) -> None:
     assert fake.rounded(trainer.callback_metrics) == expected["callback_metrics"]
 
 
+@pytest.mark.catalogue("LG43")
 def test_one_key_in_training_and_validation(fake: Any) -> None:
     class SameName(fake.Module):  # type: ignore[name-defined,misc]
         def training_step(self, batch: Any, batch_idx: int) -> None:

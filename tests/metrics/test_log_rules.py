@@ -32,6 +32,8 @@ SAID = (
 )
 
 
+@pytest.mark.catalogue("LG03", "LG04", "LG07")
+@pytest.mark.catalogue("LG01", "LG02", adaptation="the options are known when the step is traced")
 def test_every_hook_allows_what_it_allows_in_lightning(fake: Any) -> None:
     matrix = fake.golden("logging_rules")["matrix"]
     checked = 0
@@ -60,6 +62,7 @@ def test_an_unknown_hook_is_refused() -> None:
         resolve_levels("on_tuesday", None, None)
 
 
+@pytest.mark.catalogue("LG05")
 def test_predict_hooks_cannot_log(fake: Any) -> None:
     expected = {
         case for where in fake.golden("logging_rules")["matrix"].values() for case in where.get("predict", {}).values()
@@ -80,6 +83,7 @@ def test_logging_outside_of_a_hook_is_refused(fake: Any) -> None:
         module.log("a", 1.0)
 
 
+@pytest.mark.catalogue("LG06")
 def test_without_a_trainer_logging_warns(fake: Any) -> None:
     golden = fake.golden("logging_rules")["same_key_rules"]["no_trainer"]
     assert "reference is not registered on the model yet" in golden[0]
@@ -133,6 +137,7 @@ PHRASES = (
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
+@pytest.mark.catalogue("LG09", "LG10", adaptation="shapes and types are checked while tracing")
 def test_values_become_what_they_become_in_lightning(fake: Any, where: str) -> None:
     """In a compiled step and from a hook on the host; float64 tensors need x64 and are left to another test."""
     for name, expected in fake.golden("logging_rules")["values"].items():
@@ -229,6 +234,7 @@ def _reductions() -> dict[str, Any]:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
+@pytest.mark.catalogue("LG21", adaptation="the functions of jax and numpy name the same reductions")
 def test_reductions_are_lightnings(fake: Any, where: str) -> None:
     reductions = _reductions()
     for name, expected in fake.golden("logging_rules")["reduce_fx"].items():
@@ -281,6 +287,7 @@ OPTIONS = {"": {}, "+batch_size=3": {"batch_size": 3}, "+step_only": {"on_epoch"
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
+@pytest.mark.catalogue("LG19", "LG20")
 def test_the_batch_size_is_inferred_where_lightning_infers_it(fake: Any, where: str) -> None:
     """`scalar_first` is the difference of LG18: see the next test."""
     for label, expected in fake.golden("logging_rules")["batch_size_inference"].items():
@@ -308,6 +315,7 @@ def test_the_batch_size_is_inferred_where_lightning_infers_it(fake: Any, where: 
         assert len([w for w in seen if "ambiguous collection" in str(w.message)]) == len(expected["warn"]), label
 
 
+@pytest.mark.catalogue("LG18")
 def test_scalars_are_passed_over_when_the_batch_size_is_inferred() -> None:
     """LG18 in DIFFERENCES: Lightning would take 1."""
     assert extract_batch_size((np.float32(1.0), np.array(2.0), np.zeros((4, 2)))) == 4

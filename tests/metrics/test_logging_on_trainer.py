@@ -178,6 +178,32 @@ def _numbers(text: str | None) -> list[dict[str, float]] | None:
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.parametrize("recorded", [True, False], ids=["with_recorder", "csv_alone"])
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.catalogue(
+    "LG12",
+    "LG13",
+    "LG14",
+    "LG30",
+    "LG31",
+    "LG32",
+    "LG33",
+    "LG34",
+    "LG38",
+    "LG39",
+    "LG42",
+    "LG44",
+    "LO03",
+    "LO09",
+    "LM03",
+    "LM04",
+)
+@pytest.mark.catalogue("LG15", "LG58", adaptation="values are fetched together, once per log point")
+@pytest.mark.catalogue("LG17", adaptation="sum and weight of each key are kept on the device")
+@pytest.mark.catalogue("LG35", adaptation="the value of `step` is fetched with the others")
+@pytest.mark.catalogue(
+    "LG37", adaptation="each validation step's values are sent with Lightning's step numbers, in order"
+)
+@pytest.mark.catalogue("LP24", adaptation="metric sums and gradients are state that an evaluation step does not touch")
+@pytest.mark.catalogue("DL20", adaptation="a ragged last batch is one more compilation, weighted by its true size")
 def test_the_recorded_runs_give_the_same_logs(fake: Any, tmp_path: Path, name: str, recorded: bool) -> None:
     """Beside another logger values are sent at once; the CSV logger alone may get them one step late."""
     expected = fake.golden("csv_logging")[name]
@@ -209,6 +235,8 @@ def test_the_recorded_runs_give_the_same_logs(fake: Any, tmp_path: Path, name: s
     assert _numbers(text) == _numbers(expected["raw"])
 
 
+@pytest.mark.catalogue("LG26", "LG27", "LG40")
+@pytest.mark.catalogue("LG28", "TA07", adaptation="values are fetched when somebody reads the dictionary")
 def test_the_dictionaries_show_in_every_hook_what_lightning_shows(fake: Any, tmp_path: Path) -> None:
     expected = fake.golden("metrics_visibility")
     seen: list[dict[str, Any]] = []
@@ -264,6 +292,7 @@ def test_the_dictionaries_show_in_every_hook_what_lightning_shows(fake: Any, tmp
 
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")
+@pytest.mark.catalogue("LO06", "LO07")
 def test_tensorboard_gets_the_recorded_scalars_and_files(fake: Any, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

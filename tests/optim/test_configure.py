@@ -81,6 +81,7 @@ CASES: dict[str, tuple[Any, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.catalogue("ER10")
 def test_errors_and_warnings_are_lightnings(name: str) -> None:
     golden, (module, build) = GOLDEN[name], CASES[name]
     with warnings.catch_warnings(record=True) as caught:

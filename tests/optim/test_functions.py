@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlightning import utilities
 from jaxlightning.optim import _nonfinite as nonfinite
 from jaxlightning.optim import clip_gradients, grad_norm, lr_schedule
 from jaxlightning.optim._clip import check_clip
@@ -122,6 +123,7 @@ def test_gradient_norms_stay_on_the_device_and_read_a_module() -> None:
     assert "grad_2.0_norm/net.kernel" in got
     np.testing.assert_allclose(grad_norm(Module(), 2)["grad_2.0_norm_total"], got["grad_2.0_norm_total"], rtol=1e-6)
     assert grad_norm({}, 2) == {}
+    assert utilities.grad_norm is grad_norm
 
 
 @pytest.mark.parametrize("norm_type", [0, -1, float("nan")])

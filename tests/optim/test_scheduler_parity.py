@@ -205,6 +205,35 @@ def test_signatures_are_torchs() -> None:
         assert got == expected, name
 
 
+JUMPS: dict[str, Maker] = {
+    "step": lambda s, o: s.StepLR(o, 7, 0.5),
+    "multi_step": lambda s, o: s.MultiStepLR(o, [3, 8, 8, 20], 0.3),
+    "constant": lambda s, o: s.ConstantLR(o, 0.25, 10),
+    "linear": lambda s, o: s.LinearLR(o, 0.2, 0.9, 25),
+    "exponential": lambda s, o: s.ExponentialLR(o, 0.97),
+    "polynomial": lambda s, o: s.PolynomialLR(o, 20, 1.5),
+    "cosine": lambda s, o: s.CosineAnnealingLR(o, 17, 1e-3),
+    "lambda": lambda s, o: s.LambdaLR(o, lambda n: 0.95**n),
+    "restarts": lambda s, o: s.CosineAnnealingWarmRestarts(o, 5),
+    "restarts_longer": lambda s, o: s.CosineAnnealingWarmRestarts(o, 5, 2, 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_jumps_to_a_step_equal_torch(name: str) -> None:
+    import torch
+
+    theirs, ours = _torch_optimizer("SGD"), _our_optimizer("SGD")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference, scheduler = JUMPS[name](torch.optim.lr_scheduler, theirs), JUMPS[name](ours_lr, ours)
+        fraction = 0.25 if name.startswith("restarts") else 0
+        for step in (3, 1, 12, 40 + fraction, 2 + fraction, None, None, 17):
+            reference.step(step)
+            scheduler.step(step)
+            np.testing.assert_allclose(_values(ours), _values(theirs), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["cosine", "exponential", "step", "multi_step", "linear", "polynomial"])
 def test_a_scheduler_can_begin_at_a_later_step(name: str) -> None:
     """`last_epoch` is how a run goes on without the scheduler's own state."""

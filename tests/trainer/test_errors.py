@@ -206,6 +206,27 @@ OUR_WORDS = {
 @pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:.*test.ckpt_path.*:UserWarning")
 @pytest.mark.parametrize("name", RAISES)
+@pytest.mark.catalogue(
+    "TF31",
+    "TF33",
+    "TF35",
+    "DL02",
+    "DL07",
+    "DL11",
+    "DL13",
+    "DL18",
+    "PR07",
+    "ER01",
+    "ER02",
+    "ER04",
+    "ER05",
+    "ER06",
+    "ER08",
+    "ES10",
+    "TA04",
+)
+@pytest.mark.catalogue("TF39", adaptation="names and errors are Lightning's; a strategy chooses a mesh")
+@pytest.mark.catalogue("HK35", adaptation="the closure is the compiled gradient computation")
 def test_the_same_is_refused_as_in_lightning(name: str, tmp_path: Path) -> None:
     theirs = golden("errors")[name]
     with pytest.raises(BaseException) as caught:
@@ -255,6 +276,8 @@ OUR_WARNINGS = {"opt_None": "this fit will run with no optimizer"}
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.catalogue("ER03")
+@pytest.mark.catalogue("TA05", adaptation="unattached values are Python's; in a step they are arguments")
 def test_the_same_is_accepted_as_in_lightning_with_the_same_warnings(name: str, tmp_path: Path) -> None:
     theirs = golden("errors")[name]
     with warnings.catch_warnings(record=True) as caught:
@@ -294,6 +317,7 @@ def test_a_forgotten_super_init_is_named() -> None:
 
 @pytest.mark.torch
 @pytest.mark.lightning
+@pytest.mark.catalogue("ER09", adaptation="a module of torch is refused and told our class")
 def test_a_module_of_lightning_is_told_which_class_to_use() -> None:
     import lightning.pytorch as theirs
 
@@ -327,6 +351,19 @@ def test_a_loader_that_fails_keeps_its_traceback_and_the_run_is_torn_down() -> N
     assert Broken.closed
     assert trainer.global_step == 7
     assert trainer.interrupted
+
+
+@pytest.mark.parametrize(
+    ("verb", "step"), [("fit", "training_step"), ("test", "test_step"), ("predict", "predict_step")]
+)
+def test_a_stray_stop_iteration_is_named(verb: str, step: str) -> None:
+    """DIFFERENCES, LP04: not a silent end of the epoch."""
+
+    def stop(self: Any, batch: Any, batch_idx: Any) -> Any:
+        raise StopIteration
+
+    with pytest.raises(RuntimeError, match=f"A StopIteration came out of `X.{step}`"):
+        getattr(T(limit_val_batches=0), verb)(make(**{step: stop}))
 
 
 def test_a_class_in_place_of_a_module_is_refused() -> None:

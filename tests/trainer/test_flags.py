@@ -310,6 +310,60 @@ OTHER_WORDS = {"early_stop_missing_strict"}
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.catalogue(
+    "TF03",
+    "TF04",
+    "TF05",
+    "TF06",
+    "TF07",
+    "TF08",
+    "TF09",
+    "TF10",
+    "TF11",
+    "TF12",
+    "TF13",
+    "TF14",
+    "TF15",
+    "TF16",
+    "TF17",
+    "TF18",
+    "TF20",
+    "TF22",
+    "TF23",
+    "TF24",
+    "TF27",
+    "TF28",
+)
+@pytest.mark.catalogue(
+    "LP05",
+    "LP06",
+    "LP08",
+    "LP11",
+    "LP12",
+    "LP16",
+    "LP17",
+    "LP19",
+    "LP20",
+    "GA03",
+    "GA04",
+    "GA05",
+    "ES01",
+    "ES03",
+    "ES04",
+    "ES05",
+    "ES06",
+    "ES07",
+)
+@pytest.mark.catalogue(
+    "LP04", adaptation="a step that skips for every batch alike; a choice by Python numbers needs jit=False"
+)
+@pytest.mark.catalogue("LP07", adaptation="should_stop is set by hooks of the host, a step being compiled")
+@pytest.mark.catalogue("LP14", adaptation="gradients of an unfinished window are dropped where the next one starts")
+@pytest.mark.catalogue("GA01", adaptation="our own accumulator, with a step that only adds and one that applies")
+@pytest.mark.catalogue("GA06", adaptation="the divisor is an argument of the compiled step")
+@pytest.mark.catalogue(
+    "TM02", adaptation="the timer stops the run where Lightning's does; how it waits has its own test"
+)
 def test_flags_do_what_they_do_in_lightning(name: str, tmp_path: Path) -> None:
     theirs = golden("flags")[name]
     ours = run(tmp_path, **CASES[name])
@@ -330,6 +384,7 @@ def test_every_recorded_combination_is_compared() -> None:
     assert golden("flags").keys() - CASES.keys() == {"val_check_interval_0"}
 
 
+@pytest.mark.catalogue("TF21")
 def test_a_validation_interval_of_zero_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="val_check_interval=0"):
         pl.Trainer(val_check_interval=0, **QUIET)

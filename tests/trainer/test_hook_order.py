@@ -136,11 +136,24 @@ def without_steps(events: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.catalogue("HK09", adaptation="the order is that of the hooks; an eager step shows it whole")
 def test_eager_fit_calls_every_hook_in_lightnings_order(name: str, tmp_path: Path) -> None:
     assert compact(fit(tmp_path, jit=False, **RUNS[name])) == golden("hooks_compact")[name]
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.catalogue("HK01", "HK05", "HK06", "HK13", "HK14", "HK16", "HK17", "LP03", "DM01", "DM02")
+@pytest.mark.catalogue(
+    "HK02", adaptation="the sanity check or the first batch makes the variables, so a restore may come before them"
+)
+@pytest.mark.catalogue(
+    "HK07", adaptation="the step is cut in two where a hook between gradient and update is overridden"
+)
+@pytest.mark.catalogue("HK08", adaptation="two compiled variants, chosen on the host")
+@pytest.mark.catalogue(
+    "HK10", adaptation="schedulers are stepped on the host; the rate is an argument of the compiled step"
+)
+@pytest.mark.catalogue("LP02", adaptation="the counter lives on the host")
 def test_compiled_fit_calls_every_hook_in_lightnings_order(name: str, tmp_path: Path) -> None:
     assert without_steps(compact(fit(tmp_path, **RUNS[name]))) == without_steps(golden("hooks_compact")[name])
 
@@ -152,6 +165,8 @@ def test_eager_evaluation_calls_every_hook_in_lightnings_order(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.catalogue("HK18", "HK20")
+@pytest.mark.catalogue("HK19", adaptation="what a step returns is a pytree of arrays")
 def test_compiled_evaluation_calls_every_hook_in_lightnings_order(name: str, tmp_path: Path) -> None:
     verb, _, data = name.partition("_")
     ours = without_steps(compact(other(tmp_path, verb, data == "datamodule")))
@@ -164,6 +179,7 @@ def _state_of(event: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", ["fit_acc1_datamodule", *OTHERS])
+@pytest.mark.catalogue("HK21", "TA10", adaptation="the mode is an attribute on the host, static for the compiled step")
 def test_every_hook_sees_the_module_in_lightnings_mode(name: str, tmp_path: Path) -> None:
     if name.startswith("fit"):
         ours = fit(tmp_path)
@@ -198,6 +214,7 @@ def _arguments(event: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["fit_acc2_step_scheduler", "fit_acc1_datamodule", *OTHERS])
+@pytest.mark.catalogue("HK04")
 def test_every_hook_gets_lightnings_arguments(name: str, tmp_path: Path) -> None:
     if name.startswith("fit"):
         ours = fit(tmp_path, **RUNS[name])
@@ -211,3 +228,56 @@ def test_every_hook_gets_lightnings_arguments(name: str, tmp_path: Path) -> None
         for events in (ours, theirs)
     ]
     assert pick[0] == pick[1]
+
+
+RESUMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "resume_epoch_end": ("epoch=0-step=3.ckpt", {}),
+    "resume_last_epoch_end": ("epoch=1-step=6.ckpt", {}),
+    "resume_mid_epoch_step": ("epoch=0-step=2.ckpt", {"every_n_train_steps": 2}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_resumed_fit_calls_every_hook_in_lightnings_order(name: str, tmp_path: Path) -> None:
+    picked, saving = RESUMES[name]
+    module, callback, data, _ = build([], True)
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, **saving)
+    first = pl.Trainer(default_root_dir=tmp_path, max_epochs=2, callbacks=[callback, checkpoint], logger=False, **QUIET)
+    first.fit(module, datamodule=data)
+    sink: list[dict[str, Any]] = []
+    module, callback, data, logger = build(sink, True)
+    second = pl.Trainer(
+        default_root_dir=tmp_path,
+        max_epochs=3,
+        callbacks=[callback],
+        logger=logger,
+        enable_checkpointing=False,
+        log_every_n_steps=1,
+        jit=False,
+        **QUIET,
+    )
+    second.fit(module, datamodule=data, ckpt_path=tmp_path / picked)
+    assert compact(sink) == golden("hooks_compact")[name]
+
+
+def test_a_profiler_records_lightnings_actions(tmp_path: Path) -> None:
+    from jaxlightning.callbacks import Timer
+    from jaxlightning.profilers import SimpleProfiler
+
+    profiler = SimpleProfiler()
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path, profiler=profiler, callbacks=[Timer()], max_epochs=1, logger=False, **QUIET
+    )
+    trainer.fit(TinyModule())
+    ours = {name: len(durations) for name, durations in profiler.recorded_durations.items()}
+    theirs = golden("trainer_misc")["profiler_actions"]
+    # The strategy has no hooks here, and what a compiled step holds has no time of its own on the host.
+    inside = ("zero_grad", "backward", "optimizer_step", "gradient_clipping", "batch_transfer", "transfer_batch")
+    for action, count in theirs.items():
+        hook = action.rpartition(".")[2]
+        if action.startswith("[Strategy]") or any(word in hook for word in inside):
+            continue
+        if action.startswith("[LightningModule]") and action not in ours:
+            continue  # a hook that the module does not override costs nothing and is not timed
+        assert ours.get(action) == count, action

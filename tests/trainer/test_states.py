@@ -34,6 +34,7 @@ def T(root: Path, **flags: Any) -> pl.Trainer:
 
 
 @pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+@pytest.mark.catalogue("TA01", "TA02")
 def test_every_hook_sees_lightnings_state(verb: str, tmp_path: Path) -> None:
     seen: list[list[Any]] = []
     flags = ("training", "validating", "testing", "predicting", "sanity_checking", "evaluating")
@@ -65,6 +66,8 @@ def test_every_hook_sees_lightnings_state(verb: str, tmp_path: Path) -> None:
     assert seen == [each[:6] for each in golden("states")[verb]]
 
 
+@pytest.mark.catalogue("TF02", "LO01", "PB01")
+@pytest.mark.catalogue("TA09", adaptation="one process, so the world has size 1 whatever the devices")
 def test_a_new_trainer_has_lightnings_defaults(tmp_path: Path) -> None:
     theirs = golden("trainer_misc")["defaults"]
     trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu")
@@ -81,6 +84,7 @@ def test_a_new_trainer_has_lightnings_defaults(tmp_path: Path) -> None:
     assert os.path.relpath(str(trainer.log_dir), tmp_path) == theirs["log_dir"]
 
 
+@pytest.mark.catalogue("CB01", "TF32")
 def test_callbacks_are_ordered_as_in_lightning(tmp_path: Path) -> None:
     theirs = golden("trainer_misc")["defaults"]
     given = [
@@ -100,6 +104,7 @@ def test_callbacks_are_ordered_as_in_lightning(tmp_path: Path) -> None:
     assert names == [plain.get(each, each) for each in theirs["max_time_adds"]]
 
 
+@pytest.mark.catalogue("CB02")
 def test_callbacks_of_the_module_replace_those_of_the_same_kind(tmp_path: Path) -> None:
     class Model(TinyModule):
         def configure_callbacks(self) -> Any:
@@ -119,6 +124,10 @@ def test_callbacks_of_the_module_replace_those_of_the_same_kind(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "error"),
     [("ValueError", ValueError("x")), ("KeyboardInterrupt", KeyboardInterrupt()), ("SystemExit", SystemExit(3))],
+)
+@pytest.mark.catalogue("TA03", "DM08")
+@pytest.mark.catalogue(
+    "HK31", "ER07", adaptation="raised while the step is traced, so it carries the user's own traceback"
 )
 def test_an_exception_runs_lightnings_hooks_and_leaves(name: str, error: BaseException, tmp_path: Path) -> None:
     events: list[list[Any]] = []
@@ -196,6 +205,7 @@ class Unsized:
         ("limit2", {"max_epochs": 2, "limit_train_batches": 2}, False),
     ],
 )
+@pytest.mark.catalogue("LP30", "LP31")
 def test_the_number_of_steps_is_estimated_in_configure_optimizers(
     name: str, flags: dict[str, Any], unsized: bool, tmp_path: Path
 ) -> None:
@@ -215,6 +225,7 @@ def test_the_number_of_steps_is_estimated_in_configure_optimizers(
     assert found == [math.inf if expected == "inf" else expected]
 
 
+@pytest.mark.catalogue("TF01")
 def test_flags_come_from_the_environment_and_an_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = golden("trainer_misc")["env_vars"]
     for name, value in {"MAX_EPOCHS": "7", "LOGGER": "False", "ACCELERATOR": "cpu"}.items():
@@ -237,6 +248,7 @@ def test_flags_come_from_the_environment_and_an_argument_wins(monkeypatch: pytes
         ("two", lambda d: [CSVLogger(d, name="c1"), TensorBoardLogger(d, name="t1")]),
     ],
 )
+@pytest.mark.catalogue("LO02")
 def test_directories_are_lightnings(name: str, make: Any, tmp_path: Path) -> None:
     theirs = golden("trainer_misc")["log_dirs"][name]
     trainer = pl.Trainer(default_root_dir=tmp_path, logger=make(tmp_path), max_epochs=1, **QUIET)

@@ -57,6 +57,7 @@ class Selecting(pl.LightningModule):
         self.save_hyperparameters("a")
 
 
+@pytest.mark.catalogue("HP01")
 def test_all_arguments_are_saved_with_kwargs_merged_and_args_dropped():
     module = Everything(1, c="y", extra=5)
     assert dict(module.hparams) == GOLDEN["auto"]
@@ -64,15 +65,18 @@ def test_all_arguments_are_saved_with_kwargs_merged_and_args_dropped():
     assert dict(Everything(1, 3, 4, 5).hparams) == {"a": 1, "b": 3, "c": "x"}
 
 
+@pytest.mark.catalogue("HP01")
 def test_the_values_are_those_at_the_time_of_the_call_and_locals_are_left_out():
     assert dict(Reassigning(1).hparams) == GOLDEN["reassigned_before_save"]
 
 
+@pytest.mark.catalogue("HP01")
 def test_arguments_are_collected_through_the_class_hierarchy():
     # The base class gets `a` through the derived class's **k, and the derived class's value of it wins.
     assert dict(Sub(a=1).hparams) == GOLDEN["subclass"]
 
 
+@pytest.mark.catalogue("HP02")
 def test_one_mapping_or_namespace_is_saved_under_the_name_of_its_argument():
     from_dict = OneArgument({"x": 1})
     assert [dict(from_dict.hparams), from_dict._hparams_name] == GOLDEN["dict_arg"]
@@ -80,6 +84,7 @@ def test_one_mapping_or_namespace_is_saved_under_the_name_of_its_argument():
     assert [dict(named.hparams), named._hparams_name, named.hparams.x] == GOLDEN["namespace_arg"]
 
 
+@pytest.mark.catalogue("HP03")
 def test_names_select_and_the_initial_values_cannot_be_changed():
     module = Selecting()
     assert dict(module.hparams) == GOLDEN["select"]

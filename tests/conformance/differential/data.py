@@ -1,0 +1,109 @@
+"""Loaders that hand out the same numbers to both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+FEATURES = 2
+
+
+def batch_rows(start: int, index: int, size: int) -> np.ndarray:
+    """Return the float32 rows `[size, FEATURES]` of a batch: quarters, so that short sums are exact."""
+    rng = np.random.default_rng([start, index])
+    return (rng.integers(-6, 7, (size, FEATURES)) / 4).astype(np.float32)
+
+
+class Sizeless:
+    """An iterable without a length.
+
+    Args:
+        spec: The loader's part of the configuration.
+        convert: Makes a batch of the side out of rows.
+    """
+
+    def __init__(self, spec: dict[str, Any], convert: Callable[[np.ndarray], Any]) -> None:
+        self.spec, self.convert = spec, convert
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, size in enumerate(self.spec["sizes"]):
+            yield self.convert(batch_rows(self.spec["start"], index, size))
+
+
+class Sized(Sizeless):
+    """An iterable with a length, which may claim more batches than it has."""
+
+    def __len__(self) -> int:
+        return int(self.spec.get("claims", len(self.spec["sizes"])))
+
+
+def make_loader(spec: dict[str, Any], convert: Callable[[np.ndarray], Any]) -> Any:
+    """Make one loader.
+
+    Args:
+        spec: `kind`, `sizes` (rows of each batch), `start` (which numbers), `claims` for a loader that ends early.
+        convert: Makes a batch of the side out of rows.
+
+    Returns:
+        The loader; a torch DataLoader for the kinds `torch` and `shuffled`.
+    """
+    kind = spec["kind"]
+    if kind == "sizeless":
+        return Sizeless(spec, convert)
+    if kind in ("torch", "shuffled"):
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        rows = [batch_rows(spec["start"], index, size) for index, size in enumerate(spec["sizes"])]
+        table = np.concatenate(rows) if rows else np.zeros((0, FEATURES), np.float32)
+        if kind == "shuffled":
+            return DataLoader(TensorDataset(torch.from_numpy(table)), batch_size=2, shuffle=True)
+        return DataLoader(TensorDataset(torch.from_numpy(table)), batch_size=2)
+    return Sized(spec, convert)
+
+
+def make_loaders(spec: dict[str, Any], convert: Callable[[np.ndarray], Any], combined: Any) -> Any:
+    """Make what is passed to a verb or returned by a hook.
+
+    Args:
+        spec: `join` and `loaders`.
+        convert: Makes a batch of the side out of rows.
+        combined: The side's CombinedLoader.
+
+    Returns:
+        A loader, a list or a dictionary of loaders, a CombinedLoader, or None without any loader.
+    """
+    loaders = [make_loader(each, convert) for each in spec["loaders"]]
+    join = spec["join"]
+    if not loaders:
+        return None
+    if join is None:
+        return loaders[0]
+    if join == "list":
+        return loaders
+    if join == "dict":
+        return {f"k{number}": each for number, each in enumerate(loaders)}
+    return combined(loaders, join)
+
+
+def ends_early(train: dict[str, Any]) -> bool:
+    """Say whether the train loaders give fewer batches than their length states."""
+    loaders = train["loaders"]
+    if any("claims" in spec for spec in loaders):
+        return True
+    stated = [len(spec["sizes"]) for spec in loaders if spec["kind"] != "sizeless"]
+    unstated = [len(spec["sizes"]) for spec in loaders if spec["kind"] == "sizeless"]
+    return train["join"] == "min_size" and bool(stated and unstated) and min(unstated) < min(stated)
+
+
+def leaves(batch: Any) -> list[Any]:
+    """Return the arrays of a batch in order; None (a loader that has ended) is left out."""
+    if batch is None:
+        return []
+    if isinstance(batch, dict):
+        return [leaf for key in sorted(batch) for leaf in leaves(batch[key])]
+    if isinstance(batch, (list, tuple)):
+        return [leaf for each in batch for leaf in leaves(each)]
+    return [batch]
