@@ -11,6 +11,7 @@ from jaxlightning.compile.effects import INTERNAL
 from jaxlightning.compile.networks import LinenNetwork, is_linen, is_nnx, rebuild, walk
 from jaxlightning.compile.nnx_networks import NnxGroup
 from jaxlightning.compile.trace import Trace
+from jaxlightning.hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from jaxlightning.compile.engine import Engine
@@ -30,6 +31,26 @@ class _InOrder:
         return self._wrap(network, next(self._paths))
 
 
+def _owners(module: Any) -> dict[str, Any]:
+    """The module under `""` and the Lightning modules among its attributes under their paths, ending with a dot."""
+    found: dict[str, Any] = {}
+
+    def visit(owner: Any, prefix: str) -> None:
+        if any(owner is known for known in found.values()):
+            return
+        found[prefix] = owner
+        for name, value in owner.__dict__.items():
+            if name in INTERNAL or name.startswith(("__", "_hparams")):
+                continue
+            items = enumerate(value) if isinstance(value, list | tuple) else [(None, value)]
+            for index, item in items:
+                if isinstance(item, ModuleHooks):
+                    visit(item, f"{prefix}{name}." if index is None else f"{prefix}{name}.{index}.")
+
+    visit(module, "")
+    return found
+
+
 class Binding:
     """Finds and wraps the networks of a module and binds them to the variables of a trace.
 
@@ -43,6 +64,7 @@ class Binding:
         self.module = module
         self.engine = engine
         self.jit = jit
+        self.owners: dict[str, Any] = {"": module}
         self.linen: dict[str, LinenNetwork] = {}
         self.nnx: NnxGroup | None = None
         self.nnx_training: dict[str, bool] = {}
@@ -52,12 +74,23 @@ class Binding:
     def attach(self) -> None:
         """Wraps every network found in the module's attributes; safe to call again after new ones were assigned."""
         nnx_modules: dict[str, Any] = {}
-        instance = self.module.__dict__
+        self.owners = _owners(self.module)
+        for prefix, owner in self.owners.items():
+            self._attach_owner(owner, prefix, nnx_modules)
+        if nnx_modules and (self.nnx is None or list(self.nnx.modules) != list(nnx_modules)):
+            self.nnx = NnxGroup(nnx_modules)
+            for name in nnx_modules:
+                self.nnx_training.setdefault(name, bool(self.module.__dict__.get("training", True)))
+
+    def _attach_owner(self, owner: Any, prefix: str, nnx_modules: dict[str, Any]) -> None:
+        """Wraps the networks of the module or of one of its child modules."""
+        instance = owner.__dict__
+        instance["_engine"] = self.engine
         stash: dict[str, Any] = instance.setdefault("_nnx_attributes", {})
         for name in list(instance):
-            if name in INTERNAL or name.startswith("__"):
+            if name in INTERNAL or name.startswith(("__", "_hparams")):
                 continue
-            found = walk(instance[name], name)
+            found = walk(instance[name], prefix + name)
             if not found:
                 continue
             instance[name] = rebuild(instance[name], _InOrder([path for path, _ in found], self._wrap))
@@ -65,11 +98,7 @@ class Binding:
                 # Served by `__getattr__`, which can then refresh the user's objects lazily.
                 stash[name] = instance.pop(name)
         for name, value in stash.items():
-            nnx_modules.update({path: network for path, network in walk(value, name) if is_nnx(network)})
-        if nnx_modules and (self.nnx is None or list(self.nnx.modules) != list(nnx_modules)):
-            self.nnx = NnxGroup(nnx_modules)
-            for name in nnx_modules:
-                self.nnx_training.setdefault(name, bool(instance.get("training", True)))
+            nnx_modules.update({path: network for path, network in walk(value, prefix + name) if is_nnx(network)})
 
     def _wrap(self, network: Any, path: str) -> Any:
         if isinstance(network, LinenNetwork):
@@ -119,13 +148,16 @@ class Binding:
     def mode_key(self) -> tuple[Any, ...]:
         """What the training/evaluation modes of the module and its networks are, as a hashable value."""
         return (
-            self.module.__dict__.get("training", True),
+            tuple(owner.__dict__.get("training", True) for owner in self.owners.values()),
             tuple(network.training for network in self.linen.values()),
             tuple(self.nnx_training.values()),
         )
 
     def set_mode(self, training: bool) -> None:
-        """Puts every network in training or evaluation mode."""
+        """Puts every network and child module in training or evaluation mode."""
+        for prefix, owner in self.owners.items():
+            if prefix:
+                owner.training = training
         for network in self.linen.values():
             network.training = training
         for name in self.nnx_training:
@@ -133,7 +165,8 @@ class Binding:
 
     def modes(self) -> dict[str, bool]:
         """The mode of each network."""
-        return {**{path: network.training for path, network in self.linen.items()}, **self.nnx_training}
+        children = {prefix: owner.training for prefix, owner in self.owners.items() if prefix}
+        return {**{path: network.training for path, network in self.linen.items()}, **self.nnx_training, **children}
 
     def restore_modes(self, modes: dict[str, bool]) -> None:
         """Sets modes read by `modes`; networks that came later keep theirs."""
@@ -142,6 +175,8 @@ class Binding:
                 self.linen[path].training = training
             elif path in self.nnx_training:
                 self.nnx_training[path] = training
+            elif path in self.owners:
+                self.owners[path].training = training
 
     @contextmanager
     def bound(self, trace: Trace) -> Iterator[None]:
@@ -151,17 +186,17 @@ class Binding:
             return
         merged = self.nnx.bind(trace, frozenset(name for name, training in self.nnx_training.items() if not training))
         by_id = {id(original): merged[path] for path, original in self.nnx.modules.items()}
-        instance = self.module.__dict__
-        stash = instance["_nnx_attributes"]
-        for name, value in stash.items():
-            instance[name] = rebuild(value, lambda network: by_id.get(id(network), network))
+        for owner in self.owners.values():
+            for name, value in owner.__dict__["_nnx_attributes"].items():
+                owner.__dict__[name] = rebuild(value, lambda network: by_id.get(id(network), network))
         trace.nnx = self.nnx
         try:
             yield
             self.nnx.collect(trace)
         finally:
-            for name in stash:
-                instance.pop(name, None)
+            for owner in self.owners.values():
+                for name in owner.__dict__["_nnx_attributes"]:
+                    owner.__dict__.pop(name, None)
 
     def owned_by(self, handle: OptimizerHandle) -> Callable[[str], bool] | None:
         """Which parameter paths an optimizer owns; None means all."""

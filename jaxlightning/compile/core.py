@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from jaxlightning.compile import packing
-from jaxlightning.compile.effects import ReadRecorder, SideEffects, tracing_class
+from jaxlightning.compile.effects import ReadRecorder, SideEffects, refuse_writes, tracing_class
 from jaxlightning.compile.explain import explain
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.paths import merge, select
@@ -168,16 +168,20 @@ def run_user_step(
     """
     module = binding.module
     fx = "forward" if forward else _FX[trace.kind]
-    effects = SideEffects(module, fx) if strict or trace.silent else None
+    owners = binding.owners
+    effects = [SideEffects(owner, fx, prefix) for prefix, owner in owners.items()] if strict or trace.silent else []
     generators = _generator_states() if strict else None
     cls = type(module)
+    classes = [(owner, type(owner)) for owner in owners.values()]
     trace.level = trace_level()
-    fx_before = module.__dict__.get("_current_fx_name")
+    names = [(owner.__dict__, owner.__dict__.get("_current_fx_name")) for owner in owners.values()]
     with activate(trace), binding.bound(trace):
         if info is not None:
-            module.__dict__["_read_recorder"] = info.reads
-            object.__setattr__(module, "__class__", tracing_class(cls))
-        module.__dict__["_current_fx_name"] = fx
+            for owner, kind in classes:
+                owner.__dict__["_read_recorder"] = info.reads
+                object.__setattr__(owner, "__class__", tracing_class(kind))
+        for instance, _ in names:
+            instance["_current_fx_name"] = fx
         try:
             function = getattr(module, fx)
             if forward:
@@ -188,18 +192,19 @@ def run_user_step(
             result = function(*args, **kwargs)
         except Exception as error:
             explain(error, f"{cls.__name__}.{fx}")
-            if effects is not None:
-                effects.restore()
+            for effect in effects:
+                effect.restore()
             raise
         finally:
             if info is not None:
-                object.__setattr__(module, "__class__", cls)
-                module.__dict__.pop("_read_recorder", None)
-            module.__dict__["_current_fx_name"] = fx_before
-    if effects is not None:
-        written = effects.restore()
-        if strict and not trace.silent:
-            effects.refuse(written)
+                for owner, kind in classes:
+                    object.__setattr__(owner, "__class__", kind)
+                    owner.__dict__.pop("_read_recorder", None)
+            for instance, before in names:
+                instance["_current_fx_name"] = before
+    written = [name for effect in effects for name in effect.restore()]
+    if strict and not trace.silent:
+        refuse_writes(written, f"{cls.__name__}.{fx}")
     if generators is not None:
         _refuse_host_draws(generators, f"{cls.__name__}.{fx}")
     return result

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxlightning.compile.networks import is_network, walk
 
-__all__ = ["ReadRecorder", "SideEffects", "same_value", "snapshot_value", "tracing_class"]
+__all__ = ["ReadRecorder", "SideEffects", "refuse_writes", "same_value", "snapshot_value", "tracing_class"]
 
 INTERNAL = frozenset(
     {
@@ -71,19 +71,24 @@ def same_value(old: Any, new: Any, depth: int = 0) -> bool:
 
 
 class ReadRecorder:
-    """Attributes of `self` that a trace read, with what they held."""
+    """Attributes of modules that a trace read, with what they held."""
 
     def __init__(self) -> None:
-        self.reads: dict[str, Any] = {}
+        self.reads: dict[tuple[int, str], tuple[Any, Any]] = {}
 
-    def record(self, name: str, value: Any) -> None:
+    def record(self, module: Any, name: str, value: Any) -> None:
         """Remembers a read; only the first of each name counts."""
-        if name not in self.reads:
-            self.reads[name] = snapshot_value(value)
+        key = (id(module), name)
+        if key not in self.reads:
+            self.reads[key] = (module, snapshot_value(value))
 
-    def changed(self, module: Any) -> list[str]:
+    def changed(self) -> list[str]:
         """Names whose present value differs from the one that was read."""
-        return [name for name, old in self.reads.items() if not same_value(old, _plain_attribute(module, name))]
+        return [
+            name
+            for (_, name), (module, old) in self.reads.items()
+            if not same_value(old, _plain_attribute(module, name))
+        ]
 
 
 _MISSING = object()
@@ -114,12 +119,13 @@ def tracing_class(cls: type) -> type:
 
     def getattribute(self: Any, name: str) -> Any:
         if name[:2] != "__" and name not in INTERNAL:
-            recorder = object.__getattribute__(self, "__dict__").get("_read_recorder")
-            if recorder is not None:
+            instance = object.__getattribute__(self, "__dict__")
+            recorder = instance.get("_read_recorder")
+            if recorder is not None and name not in instance.get("_nnx_attributes", ()):
                 plain = _plain_attribute(self, name)
                 # Methods and properties are code; what they read is recorded by itself.
                 if not hasattr(type(plain), "__get__") and not is_network(plain):
-                    recorder.record(name, plain)
+                    recorder.record(self, name, plain)
         return object.__getattribute__(self, name)
 
     made = type(
@@ -142,11 +148,13 @@ class SideEffects:
     Args:
         module: The user's module.
         fx: Name of the step, for the message.
+        prefix: Path of the module when it is the child of another, with a dot at its end.
     """
 
-    def __init__(self, module: Any, fx: str) -> None:
+    def __init__(self, module: Any, fx: str, prefix: str = "") -> None:
         self.module = module
         self.fx = fx
+        self.prefix = prefix
         self.before = dict(module.__dict__)
         self.copies = {name: _containers(value) for name, value in self.before.items() if name not in INTERNAL}
 
@@ -171,24 +179,27 @@ class SideEffects:
                 if not _same_contents(container, contents):
                     written.append(f"{name} (a {type(container).__name__} changed in place)")
                     _refill(container, contents)
-        return written
+        return [self.prefix + name for name in written]
 
-    def refuse(self, written: list[str]) -> None:
-        """Raises for writes that a compiled step cannot repeat.
 
-        Raises:
-            RuntimeError: If `written` is not empty.
-        """
-        if written:
-            names = ", ".join(f"`self.{name}`" for name in written)
-            raise RuntimeError(
-                f"`{type(self.module).__name__}.{self.fx}` changed {names}. The step is compiled: such a write would "
-                "happen "
-                "once, while it is traced, and never again (capturing writes is not built yet). Log the value with "
-                "`self.log`, return it from the step and keep it in `on_train_batch_end` / "
-                "`on_validation_batch_end`, or "
-                "run with `Trainer(jit=False)`."
-            )
+def refuse_writes(written: list[str], where: str) -> None:
+    """Raises for writes that a compiled step cannot repeat.
+
+    Args:
+        written: What `SideEffects.restore` returned.
+        where: The user's step, for example `"Net.training_step"`.
+
+    Raises:
+        RuntimeError: If `written` is not empty.
+    """
+    if written:
+        names = ", ".join(f"`self.{name}`" for name in written)
+        raise RuntimeError(
+            f"`{where}` changed {names}. The step is compiled: such a write would happen once, while it is traced, and "
+            "never again (capturing writes is not built yet). Log the value with `self.log`, return it from the "
+            "step and "
+            "keep it in `on_train_batch_end` / `on_validation_batch_end`, or run with `Trainer(jit=False)`."
+        )
 
 
 def _containers(value: Any, depth: int = 0) -> list[tuple[Any, Any]]:

@@ -149,7 +149,7 @@ class Engine(EngineState):
         self._dirty = False
         if self._nnx_exposed:
             self._adopt_nnx()
-        if self.variants.drop_changed(self.module):
+        if self.variants.drop_changed():
             self._hot.clear()
             self._hot_eval.clear()
 

@@ -132,8 +132,9 @@ def functionalize(
             result = step(table, info, jnp.asarray(table.identity(floating)))
             if info.plan.states:
                 raise NotImplementedError(
-                    f"`functionalize`: the {stage} step of {type(module).__name__} calls metric objects, whose states a pure "
-                    "step cannot keep. Use `metric.functional()` (init, update, merge, compute) beside the step."
+                    f"`functionalize`: the {stage} step of {type(module).__name__} calls metric objects, whose "
+                    "states a "
+                    "pure step cannot keep. Use `metric.functional()` (init, update, merge, compute) beside the step."
                 )
             if table.needed <= table.capacity:
                 return result, info, table

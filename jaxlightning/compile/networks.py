@@ -68,15 +68,19 @@ def is_network(value: Any) -> bool:
     return isinstance(value, LinenNetwork) or is_linen(value) or is_nnx(value)
 
 
-def walk(value: Any, path: str) -> list[tuple[str, Any]]:
+_MAX_DEPTH = 6
+_MAX_LENGTH = 4096
+"""Containers deeper or longer than this hold data and no networks; looking through them would cost time."""
+
+
+def walk(value: Any, path: str, depth: int = 0) -> list[tuple[str, Any]]:
     """Networks in an attribute value, also inside lists, tuples and dictionaries, with their paths."""
     if is_network(value):
         return [(path, value)]
-    if isinstance(value, list | tuple):
-        return [pair for i, item in enumerate(value) for pair in walk(item, f"{path}.{i}")]
-    if isinstance(value, Mapping):
-        return [pair for key, item in value.items() for pair in walk(item, f"{path}.{key}")]
-    return []
+    if depth > _MAX_DEPTH or not isinstance(value, list | tuple | Mapping) or len(value) > _MAX_LENGTH:
+        return []
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return [pair for key, item in items for pair in walk(item, f"{path}.{key}", depth + 1)]
 
 
 def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:

@@ -127,7 +127,7 @@ class Variants:
         """Drops variants because the structure of the state changed; evaluation needs a part of it only."""
         self._cache = {key: v for key, v in self._cache.items() if keep_evaluation and key[0] == "eval"}
 
-    def drop_changed(self, module: Any) -> bool:
+    def drop_changed(self) -> bool:
         """Drops variants that read an attribute which has another value now; says which.
 
         Returns:
@@ -135,7 +135,7 @@ class Variants:
         """
         dropped: dict[str, str] = {}
         for key, variant in list(self._cache.items()):
-            changed = variant.info.reads.changed(module)
+            changed = variant.info.reads.changed()
             if changed:
                 dropped[variant.kind] = ", ".join(f"self.{name}" for name in changed)
                 del self._cache[key]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.loops.progress import AnyProgress
@@ -12,11 +10,11 @@ if TYPE_CHECKING:
     from jaxlightning.trainer import Trainer
 
 
-@contextmanager
-def no_stray_stop_iteration(module: Any) -> Generator[None]:
-    """Turn a StopIteration out of the user's code into an error that names the place.
+class no_stray_stop_iteration:
+    """Turns a StopIteration out of the user's code into an error that names the place.
 
-    Python ends loops with it, so one that escapes from a step could end an epoch without a word.
+    Python ends loops with it, so one that escapes from a step could end an epoch without a word. (`contextlib` has
+    its own plans for this exception, hence a class.)
 
     Args:
         module: The user's module, which knows the hook that runs.
@@ -24,14 +22,20 @@ def no_stray_stop_iteration(module: Any) -> Generator[None]:
     Raises:
         RuntimeError: In place of the StopIteration.
     """
-    try:
-        yield
-    except StopIteration as error:
-        place = f"{type(module).__name__}.{vars(module).get('_current_fx_name')}"
-        raise RuntimeError(
-            f"A StopIteration came out of `{place}`. To end an epoch early return -1 from `on_train_batch_start`; to"
-            " end training set `trainer.should_stop = True`."
-        ) from error
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, StopIteration):
+            place = f"{type(self._module).__name__}.{vars(self._module).get('_current_fx_name')}"
+            raise RuntimeError(
+                f"A StopIteration came out of `{place}`. To end an epoch early return -1 from `on_train_batch_start`;"
+                " to end training set `trainer.should_stop = True`."
+            ) from error
 
 
 class Loop:

@@ -202,9 +202,9 @@ class FitLoop(Loop):
             stream.start(bare=True)
         self._stream_is_fresh = False
         profiler = trainer._active_profiler
-        with nullcontext() if profiler is None else profiler.profile("run_training_epoch"):
-            with no_stray_stop_iteration(trainer.lightning_module):
-                epoch_loop.run(stream)
+        timed = nullcontext() if profiler is None else profiler.profile("run_training_epoch")
+        with timed, no_stray_stop_iteration(trainer.lightning_module):
+            epoch_loop.run(stream)
         self._end_epoch()
 
     def _end_epoch(self) -> None:

@@ -14,7 +14,7 @@ def grad_norm(grads: Any, norm_type: float | str, group_separator: str = "/") ->
     """The p-norm of every gradient, and of all of them together as if they were one vector.
 
     Args:
-        grads: A pytree of gradients, or a module (or network) in a hook that sits between gradient and update, such
+        grads: A pytree of gradients, or a module in a hook that sits between gradient and update, such
             as `on_before_optimizer_step`.
         norm_type: The p of the norm: a positive number or `"inf"`.
         group_separator: What stands between the group and the parameter's name in the keys; loggers make a folder
@@ -26,6 +26,7 @@ def grad_norm(grads: Any, norm_type: float | str, group_separator: str = "/") ->
 
     Raises:
         ValueError: If `norm_type` is not positive.
+        TypeError: If there are no gradients to be found in `grads`.
     """
     p = float(norm_type)
     if not p > 0:
@@ -50,4 +51,10 @@ def _norm(x: jax.Array, p: float) -> jax.Array:
 def _gradients_of(source: Any) -> Any:
     """The gradients of a module, or the pytree itself."""
     engine = getattr(source, "_engine", None)
-    return source if engine is None else engine.grads or {}
+    if engine is not None:
+        return engine.grads or {}
+    if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(source)):
+        raise TypeError(
+            f"`grad_norm` wants a pytree of gradients or a module that a Trainer runs, but got {type(source).__name__}."
+        )
+    return source

@@ -307,6 +307,71 @@ def test_nnx_dropout_changes_with_the_step_and_repeats_with_the_seed() -> None:
     assert len(set(masks(0))) > 1
 
 
+def test_reading_a_list_of_nnx_networks_does_not_compile_again() -> None:
+    class Listed(Classifier):
+        def __init__(self) -> None:
+            super().__init__(NnxNet(nnx.Rngs(0)))
+            self.nets = [NnxNet(nnx.Rngs(1))]
+
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            return (self.net(batch[0]) + self.nets[0](batch[0])).mean()
+
+    engine = make_engine(Listed())
+    train(engine, batches(), 1)
+    engine.check_constants()
+    train(engine, batches(), 1)
+    assert engine.trace_counts == {"train": 1}
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_networks_of_child_modules_are_trained_too(kind: str) -> None:
+    class Child(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Dense(5) if kind == "linen" else nnx.Linear(6, 5, rngs=nnx.Rngs(0))
+            self.scale = 2.0
+
+        def forward(self, x: jax.Array) -> jax.Array:
+            return self.body(x) * self.scale
+
+    class Parent(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = Child()
+            self.head = nn.Dense(4)
+
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            logits = self.head(self.child(batch[0]))
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+        def configure_optimizers(self) -> Any:
+            return optax.adam(1e-2)
+
+    module = Parent()
+    engine = make_engine(module)
+    losses = train(engine, batches(1), 10)
+    assert losses[-1] < losses[0]
+    assert set(engine.params) == {"child.body", "head"}
+    module.eval()
+    assert not module.child.training
+    module.train()
+    module.child.scale = 3.0
+    engine.check_constants()
+    train(engine, batches(1), 1)
+    assert engine.trace_counts == {"train": 2}
+
+
+def test_a_network_among_the_hyper_parameters_is_not_counted_twice() -> None:
+    class Saves(Classifier):
+        def __init__(self, net: Any) -> None:
+            super().__init__(net)
+            self.save_hyperparameters(ignore=["net"])
+
+    engine = make_engine(Saves(LinenNet()))
+    train(engine, batches(), 1)
+    assert set(engine.params) == {"net"}
+
+
 def test_structure_changes_of_an_nnx_network_in_a_step_are_refused() -> None:
     class Grows(Classifier):
         def training_step(self, batch: Any, batch_idx: Any) -> Any:

@@ -124,6 +124,8 @@ def test_gradient_norms_stay_on_the_device_and_read_a_module() -> None:
     np.testing.assert_allclose(grad_norm(Module(), 2)["grad_2.0_norm_total"], got["grad_2.0_norm_total"], rtol=1e-6)
     assert grad_norm({}, 2) == {}
     assert utilities.grad_norm is grad_norm
+    with pytest.raises(TypeError, match="got object"):
+        grad_norm(object(), 2)
 
 
 @pytest.mark.parametrize("norm_type", [0, -1, float("nan")])

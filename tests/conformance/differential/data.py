@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,14 +89,21 @@ def make_loaders(spec: dict[str, Any], convert: Callable[[np.ndarray], Any], com
     return combined(loaders, join)
 
 
-def ends_early(train: dict[str, Any]) -> bool:
-    """Say whether the train loaders give fewer batches than their length states."""
+def ends_early(train: dict[str, Any], flags: dict[str, Any]) -> bool:
+    """Say whether the train loaders give fewer batches than their lengths and the limit announce."""
+    limit = flags.get("fast_dev_run") or flags.get("overfit_batches") or flags.get("limit_train_batches", 1.0)
+    if isinstance(limit, float) and limit != 1.0:
+        return False
+    most = math.inf if isinstance(limit, float) else int(limit)
+    reduce = min if train["join"] == "min_size" else max
     loaders = train["loaders"]
-    if any("claims" in spec for spec in loaders):
-        return True
-    stated = [len(spec["sizes"]) for spec in loaders if spec["kind"] != "sizeless"]
-    unstated = [len(spec["sizes"]) for spec in loaders if spec["kind"] == "sizeless"]
-    return train["join"] == "min_size" and bool(stated and unstated) and min(unstated) < min(stated)
+    given = reduce(min(len(spec["sizes"]), most) for spec in loaders)
+    announced = reduce(min(_announced(spec), most) for spec in loaders)
+    return given < announced < math.inf
+
+
+def _announced(spec: dict[str, Any]) -> float:
+    return math.inf if spec["kind"] == "sizeless" else spec.get("claims", len(spec["sizes"]))
 
 
 def leaves(batch: Any) -> list[Any]:

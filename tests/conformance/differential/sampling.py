@@ -57,6 +57,8 @@ def sample(seed: int) -> Config:
     config["step"] = _step(rng)
     if "gradient_clip_val" in config["flags"] and rng.random() < 0.7:
         config["flags"]["gradient_clip_algorithm"] = rng.choice(["norm", "value"])
+        if config["step"]["none_epochs"]:
+            config["flags"]["gradient_clip_algorithm"] = "norm"
     _make_sensible(rng, config)
     return config
 
@@ -213,9 +215,11 @@ def _make_sensible(rng: random.Random, config: Config) -> None:
     flags = config["flags"]
     mistakes_wanted = rng.random() < 0.12
     kinds = {spec["kind"] for spec in config["train"]["loaders"]}
-    if ends_early(config["train"]):  # what such a loader means is one of our differences; the rest of the run is kept plain
-        for name in ("val_check_interval", "check_val_every_n_epoch"):
+    if ends_early(config["train"], flags) or "early" in kinds:
+        # What such a loader means is one of our differences; the rest of the run is kept plain.
+        for name in ("val_check_interval", "check_val_every_n_epoch", "max_steps"):
             flags.pop(name, None)
+        config["callbacks"].update(stop=None, skip=None, early_stopping=None)
         if isinstance(flags.get("limit_train_batches"), float):
             del flags["limit_train_batches"]
     if config["callbacks"]["early_stopping"] or config["callbacks"]["checkpoints"]:

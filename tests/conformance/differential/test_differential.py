@@ -60,7 +60,7 @@ NEEDS_RULE: dict[str, dict[str, Any]] = {
     "ES06": {
         "flags__max_epochs": 4,
         "flags__min_epochs": 3,
-        "callbacks__early_stopping": {"monitor": "m", "patience": 1, "mode": "max"},
+        "callbacks__early_stopping": {"monitor": "m", "patience": 9, "stopping_threshold": 3.0},
         "logs": [
             {
                 "owner": "module",
