@@ -1,5 +1,6 @@
 # make demo    train a CNN and leave a picture, a checkpoint and TensorBoard events in demo_output/
-# make test    run the tests; `make test-all` adds the slow ones and those that need TensorFlow and grain
+# make test    run the tests; `make test-all` adds the slow ones, those that need TensorFlow and grain, and the
+#              comparison of 300 random configurations with PyTorch Lightning
 # make lint    ruff, and mypy on the installed package
 # make bench   time per step beside a hand-written loop, and the time of the import
 #
@@ -68,6 +69,7 @@ test-all:
 .PHONY: test-everything
 test-everything: $(READY_TEST)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(PY) tests/conformance/differential/run.py --seeds 0:300 --jobs 2
 
 # A type checker cannot see that adapters/ is installed as jaxlightning.adapters, so it reads an installed copy.
 lint: $(READY_TEST)

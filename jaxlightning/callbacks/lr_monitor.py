@@ -132,7 +132,7 @@ class LearningRateMonitor(Callback):
         groups = optimizer.param_groups
         rates = [group.get("lr") for group in groups]
         if any(rate is None or callable(rate) for rate in rates):
-            rates = list(optimizer.read_lr(optimizer.state))
+            rates = list(optimizer.read_lr())
         for group, name, rate in zip(groups, watched.names, rates, strict=True):
             if rate is None:
                 self._warn_unknown(name, optimizer)

@@ -130,7 +130,7 @@ class Engine(EngineState):
         self.binding.optimizers = list(handles or [])
         self.reset_optimizer_states()
         for handle in self.binding.optimizers:
-            handle.bind(get_state=functools.partial(self.opt_state_of, handle))
+            handle.bind(get_state=functools.partial(self.opt_state_live, handle))
         self._forget(keep_evaluation=True)
 
     def modes_changed(self) -> None:

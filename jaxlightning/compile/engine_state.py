@@ -162,6 +162,8 @@ class EngineState:
         states = self.tree.opt_state
         new = (value,) if len(states) == 1 else tuple(value)
         self._set_tree(self.tree.replace(opt_state=self._checked("opt_state", states, new)))
+        for handle in self.binding.optimizers:
+            _state_replaced(handle)
 
     @property
     def grads(self) -> Any:
@@ -172,11 +174,11 @@ class EngineState:
     def grads(self, value: Any) -> None:
         self._set_tree(self.tree.replace(grads=self._checked("grads", self.tree.grads, plain(value))))
 
-    def opt_state_of(self, handle: Any) -> Any:
-        """A copy of one optimizer's state; an empty dictionary before it exists."""
+    def opt_state_live(self, handle: Any) -> Any:
+        """One optimizer's live state, for reading before the next step; an empty dictionary before it exists."""
         index = self.binding.optimizers.index(handle)
         states = self.tree.opt_state
-        return _copy(states[index]) if index < len(states) else {}
+        return states[index] if index < len(states) else {}
 
     def set_opt_state_of(self, handle: Any, value: Any) -> None:
         """Replaces one optimizer's state."""
@@ -184,6 +186,7 @@ class EngineState:
         index = self.binding.optimizers.index(handle)
         states[index] = self._checked(f"opt_state[{index}]", states[index], value)
         self._set_tree(self.tree.replace(opt_state=tuple(states)))
+        _state_replaced(handle)
 
     def params_of(self, network: str) -> Any:
         """A copy of one network's parameters, None before they exist."""
@@ -451,6 +454,13 @@ class EngineState:
             leaves = [jnp.array(flat[p], want[p].dtype) for p in want]
             restored.append(jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), leaves))
         self._set_tree(self.tree.replace(opt_state=self.strategy.put(tuple(restored))))
+
+
+def _state_replaced(handle: Any) -> None:
+    """Tells a handle that its state was replaced: numbers in it then win over those set on the host before."""
+    told = getattr(handle, "state_replaced", None)
+    if told is not None:
+        told()
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

@@ -145,7 +145,8 @@ class OptimizerHandle:
     @property
     def state(self) -> Any:
         """The current optimizer state, an empty dictionary outside a run."""
-        return {} if self._get_state is None else self._get_state()
+        # A copy: the live state is donated to the next step.
+        return {} if self._get_state is None else jax.tree.map(jnp.array, self._get_state())
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Applies one update, in manual optimization or in an `optimizer_step` hook.

@@ -87,6 +87,9 @@ def compare_results(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
             continue  # ours are made at the first batch
         if name == "metrics" and failed:
             continue
+        if name == "counters" and failed:
+            for result in (expected, got):  # a setup that raises leaves the list half filled, or empty
+                result[name] = {key: each for key, each in result[name].items() if not key.startswith("num_")}
         walk(name, expected[name], got.get(name), lines)
     return lines
 

@@ -57,8 +57,8 @@ def sample(seed: int) -> Config:
     config["step"] = _step(rng)
     if "gradient_clip_val" in config["flags"] and rng.random() < 0.7:
         config["flags"]["gradient_clip_algorithm"] = rng.choice(["norm", "value"])
-        if config["step"]["none_epochs"]:
-            config["flags"]["gradient_clip_algorithm"] = "norm"
+    if config["step"]["none_epochs"] and "gradient_clip_val" in config["flags"]:
+        config["flags"]["gradient_clip_algorithm"] = "norm"
     _make_sensible(rng, config)
     return config
 
