@@ -65,6 +65,10 @@ class SaveMoments(Checkpoint):
         self._waits_for_metric = False
         self._validation_ran = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # While attached a callback has the module's `log`, and with it the module and its devices.
+        return {key: value for key, value in self.__dict__.items() if key not in ("log", "log_dict")}
+
     @property
     def every_n_epochs(self) -> int:
         """How many epochs lie between two saves; 0 for other moments."""

@@ -177,6 +177,7 @@ class ModelCheckpoint(SaveMoments):
         saved_in = state_dict.get("dirpath", self.dirpath)
         if self.dirpath == saved_in:
             self.best_model_score = state_dict["best_model_score"]
+            self.current_score = state_dict.get("current_score", self.current_score)
             self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
             self.kth_value = state_dict.get("kth_value", self.kth_value)
             self.best_k_models = dict(state_dict.get("best_k_models", self.best_k_models))

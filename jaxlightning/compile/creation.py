@@ -41,7 +41,7 @@ def create_variables(
     """
     create, args, created = _creator(engine, stage, batch, scalars, forward)
     params, variables = engine.params_live, engine.variables_live
-    new_params, new_variables = jax.jit(create)(params, variables, *args)
+    new_params, new_variables = _run(engine, create)(params, variables, *args)
     if not created:
         return None, None
     return {**params, **new_params}, {**variables, **new_variables}
@@ -72,7 +72,7 @@ def verify_restored(
     params, variables = engine.params_live, engine.variables_live
     rest = {name: tree for name, tree in params.items() if name not in names}
     rest_variables = {name: tree for name, tree in variables.items() if name not in names}
-    made = jax.eval_shape(create, rest, rest_variables, *args)
+    made = jax.eval_shape(create, rest, rest_variables, *args) if engine.jit else create(rest, rest_variables, *args)
     want = flatten({"params": made[0], "variables": made[1]})
     have = flatten({"params": {n: params[n] for n in created}, "variables": {n: variables.get(n, {}) for n in created}})
     missing = [f"missing: {path} {tuple(want[path].shape)}" for path in want if path not in have]
@@ -92,7 +92,7 @@ def verify_restored(
             + "\n  ".join(unexpected[:20])
         )
     if missing:
-        fresh = jax.jit(create)(rest, rest_variables, *args)
+        fresh = _run(engine, create)(rest, rest_variables, *args)
         engine.take_created(
             {**params, **{n: merge(fresh[0][n], params[n]) for n in created}},
             {**variables, **{n: merge(fresh[1][n], variables.get(n, {})) for n in created}},
@@ -130,4 +130,9 @@ def _creator(
         created.update(trace.created)
         return {n: trace.params[n] for n in trace.created}, {n: trace.variables.get(n, {}) for n in trace.created}
 
-    return create, (arrays, ints), created
+    # Eagerly the step is to see JAX arrays and Python numbers, as when it runs.
+    return create, (arrays if engine.jit else [jax.numpy.array(a) for a in arrays], ints), created
+
+
+def _run(engine: Engine, create: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(create) if engine.jit else create

@@ -196,12 +196,16 @@ class Engine(EngineState):
         value, algorithm = clip
         buffer = accumulate != 1 or self.keep_gradients
         clipping = (algorithm or "norm") if value else None
+        # A window whose batches so far gave no gradient (None was returned) has not really begun.
+        held = buffer and self.has_gradients and not window_start
         out = self._train(
-            (buffer, window_start, apply, clipping, want_outputs), batch, batch_idx, current_epoch, global_step,
+            (buffer, not held, apply, clipping, want_outputs), batch, batch_idx, current_epoch, global_step,
             micro_step,
             1.0 / accumulate, accumulate / window_count, value or 0.0,
         )  # fmt: skip
-        if apply and not (out.skipped and not buffer):
+        if buffer:
+            self.has_gradients = held or not out.skipped
+        if apply and not (out.skipped and not held):
             for handle in self.binding.optimizers:
                 handle.updates += 1
         return out
@@ -430,7 +434,7 @@ class Engine(EngineState):
         table = self._table(stage)
         slots = [table.add(meta) for meta, _, _ in rows]
         table.capacity = max(table.capacity, table.needed)
-        acc = table.identity(np.float64 if jax.config.jax_enable_x64 else np.float32)
+        acc = table.identity(accumulator_dtype())
         for slot, (_, value, weight) in zip(slots, rows, strict=True):
             acc[:, slot] = value, weight
         self._set_accumulators(stage, self.strategy.put(acc))

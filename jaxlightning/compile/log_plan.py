@@ -26,6 +26,7 @@ class LogMeta:
         dataloader_idx: Index of the loader, or None with a single loader.
         rank_zero_only: Whether only the first process logs it.
         sync_dist: Whether the value is reduced over processes.
+        metric: Where on the module the metric object lives whose value is the epoch's; None for plain values.
     """
 
     fx: str
@@ -39,6 +40,7 @@ class LogMeta:
     dataloader_idx: int | None = None
     rank_zero_only: bool = False
     sync_dist: bool = False
+    metric: str | None = None
 
     @property
     def key(self) -> LogKey:

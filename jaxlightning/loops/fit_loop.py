@@ -281,7 +281,7 @@ class FitLoop(Loop):
         self._stream = BatchStream(feed.inner, around)
         if feed.combined.mode != "sequential":  # refused later, after the hooks that Lightning calls first
             self._stream.start(bare=True, fetched=fetched)
-            if fetched and fetched >= self.max_batches:
+            if self.continues_epoch and self.epoch_loop.batch_progress.current.processed >= self.max_batches:
                 # Nothing is left of this epoch. Asking once lets the loader skip what was read and put its random
                 # streams back, which it does with the first item.
                 self._stream.fetch()

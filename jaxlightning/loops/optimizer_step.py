@@ -111,8 +111,7 @@ class SplitStep:
     def flush(self, batch_idx: int, window_count: int, accumulate: int) -> None:
         """Apply a window that the epoch's end cut short after its last batch had run."""
         self._window = (window_count, accumulate)
-        # Those of the window, also when the fused step gathered them.
-        self._has_gradients = self.engine.has_gradients = True
+        self._has_gradients = self.engine.has_gradients
         trainer = self.trainer
         self._stepping = True
         try:

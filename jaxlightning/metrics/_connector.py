@@ -7,6 +7,7 @@ Values of the three dictionaries are fetched when somebody reads one of them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +17,12 @@ import numpy as np
 from jaxlightning.compile.trace import current_trace
 from jaxlightning.metrics._dictionaries import MetricDictionaries
 from jaxlightning.metrics._emission import Emission, EmissionQueue, may_be_late
-from jaxlightning.metrics._logging import log_in_trace, resolve_call, warn_barebones
+from jaxlightning.metrics._logging import log_in_trace, resolve_call, step_value, warn_barebones
+from jaxlightning.metrics._objects import PASSED, find_metric
 from jaxlightning.metrics._refs import Ref, Snapshot, resolve_in_place, to_scalar
 from jaxlightning.metrics._results import ResultCollection, StepValues
 from jaxlightning.metrics._values import check_loggable
+from jaxlightning.metrics.metric import Metric
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.warnings import WarningCache
 
@@ -81,12 +84,18 @@ class LoggerConnector:
             results=results,
             has_logger=bool(self._trainer.loggers),
             warnings=self._warnings,
+            module=module,
         )
         if call.trace is None:
             results.log_host(call.meta, call.value, 1 if call.weight is None else call.weight)
-        else:
-            results.register(call.meta)
+            return
+        results.register(call.meta)
+        if call.meta.metric is None:
             call.trace.add_log(call.meta, call.value, call.weight)
+            return
+        call.trace.add_log(call.meta, step_value(call), None)
+        if call.meta.metric == PASSED:
+            call.trace.add_log(dataclasses.replace(call.meta, reduce_fx="state"), call.value, None)
 
     # --- Where the run is ---
 
@@ -373,12 +382,15 @@ class LoggerConnector:
                 self._queue.flush()
                 self._public.update(before.new_step_items())
         if results is None:
-            results = ResultCollection(stage, self._read_accumulators, self._reset_accumulators)
+            results = ResultCollection(stage, self._read_accumulators, self._reset_accumulators, self._find_metric)
             self._collections[stage] = results
         return results
 
     def _read_accumulators(self, stage: str) -> np.ndarray[Any, Any]:
         return np.asarray(self._trainer.lightning_module._engine.read_accumulators(stage))
+
+    def _find_metric(self, path: str) -> Metric:
+        return find_metric(self._trainer.lightning_module, path)
 
     def _reset_accumulators(self, stage: str) -> None:
         engine = getattr(self._trainer.lightning_module, "_engine", None)
@@ -398,9 +410,8 @@ class LoggerConnector:
         Args:
             state: What `state_dict` gave.
         """
-        self._collections["train"] = results = ResultCollection(
-            "train", self._read_accumulators, self._reset_accumulators
-        )
+        self._collections.pop("train", None)
+        results = self._enter("train")
         results.load_state_dict(state, self._preload_accumulators)
 
     def public_state_dict(self) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ from jaxlightning.compile.log_plan import LogMeta
 from jaxlightning.compile.trace import Trace, current_trace
 from jaxlightning.metrics._batch_size import extract_batch_size
 from jaxlightning.metrics._fx_rules import resolve_levels
+from jaxlightning.metrics._objects import PASSED, attribute_of, refuse_foreign_metric
 from jaxlightning.metrics._values import (
     check_loggable,
     default_dtype,
@@ -21,6 +22,7 @@ from jaxlightning.metrics._values import (
     parse_reduce_fx,
     warn_if_not_floating,
 )
+from jaxlightning.metrics.metric import Metric, traced_values
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 from jaxlightning.utilities.warnings import WarningCache
@@ -28,7 +30,7 @@ from jaxlightning.utilities.warnings import WarningCache
 if TYPE_CHECKING:
     from jaxlightning.metrics._results import ResultCollection
 
-__all__ = ["LogCall", "log_in_trace", "log_value", "resolve_call", "warn_barebones"]
+__all__ = ["LogCall", "log_in_trace", "log_value", "resolve_call", "step_value", "warn_barebones"]
 
 _STEP_HOOKS = {
     "train": "training_step",
@@ -64,6 +66,7 @@ def resolve_call(
     results: ResultCollection | None,
     has_logger: bool,
     warnings: WarningCache,
+    module: Any = None,
 ) -> LogCall:
     """Validate a call of `self.log` and fill in what it left out.
 
@@ -75,6 +78,7 @@ def resolve_call(
         results: The collection of the stage, for the loader index and the batch; None without a trainer.
         has_logger: Whether some logger will receive it.
         warnings: Where warnings are remembered.
+        module: The module, for the attributes that hold metric objects.
 
     Returns:
         The call.
@@ -94,7 +98,9 @@ def resolve_call(
             f"You called `self.log` with the key `{name}` but it should not contain information about `dataloader_idx` "
             "when `add_dataloader_idx=True`: the index is added for you."
         )
-    _refuse_unbuilt(name, value, options)
+    _refuse_unbuilt(name, options)
+    trace = current_trace()
+    metric = _metric_path(module, name, value, options.get("metric_attribute"))
     logger = options.get("logger")
     if logger and not has_logger:
         warnings.warn(
@@ -115,19 +121,65 @@ def resolve_call(
         dataloader_idx=None if results is None else results.dataloader_idx,
         rank_zero_only=bool(options.get("rank_zero_only", False)),
         sync_dist=bool(options.get("sync_dist", False)) and jax.process_count() > 1,
+        metric=metric,
     )
-    trace = current_trace()
+    if metric is not None:
+        return LogCall(meta=meta, value=value, weight=None, trace=trace)
     value = _prepare(name, value, fx, trace, warnings)
     weight = _weight(meta, options.get("batch_size"), results, trace, warnings)
     return LogCall(meta=meta, value=value, weight=weight, trace=trace)
 
 
-def _refuse_unbuilt(name: str, value: Any, options: Mapping[str, Any]) -> None:
-    if is_metric(value) or options.get("metric_attribute") is not None:
-        raise NotImplementedError(
-            f"`self.log({name!r}, ...)` received the metric object `{type(value).__name__}`; logging metric objects is "
-            "not built yet. Log a number, for example the mean over the batch."
+def _metric_path(module: Any, name: str, value: Any, given: str | None) -> str | None:
+    """Where the logged metric object lives, None for other values."""
+    if isinstance(value, Metric):
+        if module is None:
+            raise NotImplementedError(
+                f"`self.log({name!r}, metric)` needs the trainer's loop, which keeps the metric's state. In a loop of "
+                "your own use `metric.functional()`."
+            )
+        return attribute_of(module, name, value, given)
+    if is_metric(value):
+        refuse_foreign_metric(name, value)
+        return PASSED
+    if given is not None:
+        raise MisconfigurationException(
+            f"`self.log({name!r}, ..., metric_attribute={given!r})` received no metric object but a "
+            f"`{type(value).__name__}`."
         )
+    return None
+
+
+def step_value(call: LogCall) -> Any:
+    """The value of the batch alone of a metric object that was logged in a step.
+
+    Raises:
+        MisconfigurationException: If it is wanted and the metric has none, because only `update` was called.
+    """
+    if not call.meta.on_step or call.trace is None:
+        return 0.0
+    if call.meta.metric == PASSED:
+        return jax.numpy.asarray(call.value.compute(), default_dtype()).reshape(())
+    found = traced_values(call.trace).get(call.value._token)
+    if found is None:
+        raise MisconfigurationException(
+            f"`self.log({call.meta.name!r}, metric, on_step=True)` in `{call.meta.fx}`: the metric has no value of this "
+            "batch, because it was not called. Call it (`self.metric(preds, target)`) before logging it, or log it with "
+            "`on_step=False, on_epoch=True`."
+        )
+    return _scalar(call.meta.name, found)
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if value.size != 1:
+        raise ValueError(
+            f"The metric logged as {name!r} has a value of shape {value.shape}, but a logged value must have a single "
+            "element. Log `compute()` of it piece by piece in a hook at the end of the epoch."
+        )
+    return value.reshape(()).astype(default_dtype())
+
+
+def _refuse_unbuilt(name: str, options: Mapping[str, Any]) -> None:
     if options.get("sync_dist_group") is not None:
         raise NotImplementedError(
             f"`self.log({name!r}, ..., sync_dist_group=...)`: JAX has no process groups. Leave it out; "

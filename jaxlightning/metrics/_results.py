@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from jaxlightning.compile.log_plan import LogKey, LogMeta, LogPlan
 from jaxlightning.metrics._host_value import HostValue
-from jaxlightning.metrics._refs import Ref, Snapshot, fetch, resolve, to_scalar
+from jaxlightning.metrics._objects import PASSED, absorb_states, merge_passed
+from jaxlightning.metrics._refs import Ref, Snapshot, fetch, resolve, resolve_in_place, to_scalar
+from jaxlightning.metrics._values import default_dtype
+from jaxlightning.metrics.metric import Metric
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
 __all__ = ["Entry", "Items", "ResultCollection", "StepValues"]
@@ -26,6 +30,7 @@ class StepValues(Protocol):
 
     plan: LogPlan
     values: Any
+    states: Any
 
 
 @dataclass(slots=True)
@@ -38,6 +43,7 @@ class Entry:
         slot: Its place in the packed vectors, None if no compiled step logged it since the last reset.
         host: What host code logged under it, or None.
         host_calls: How often host code logged it in this run.
+        passed: The merged value of metric objects that were passed to `self.log`, such as clu's.
     """
 
     meta: LogMeta
@@ -45,6 +51,7 @@ class Entry:
     slot: int | None = None
     host: HostValue | None = None
     host_calls: int = 0
+    passed: Any = None
 
     def names(self, on_step: bool) -> tuple[str, str]:
         """The key as the user gave it and as the loggers see it, both with the dataloader suffix where there is one."""
@@ -80,6 +87,7 @@ class ResultCollection:
         stage: `"train"`, `"validate"`, `"test"` or `"sanity_check"`.
         read_accumulators: Reads the engine's accumulators of the stage, shape [2, capacity]; one device read.
         reset_accumulators: Puts them back to their neutral values.
+        find_metric: Gives the metric object at a path on the module.
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class ResultCollection:
         stage: str,
         read_accumulators: Callable[[str], np.ndarray[Any, Any]],
         reset_accumulators: Callable[[str], None],
+        find_metric: Callable[[str], Metric],
     ) -> None:
         self.stage = stage
         self.training = stage == "train"
@@ -114,6 +123,7 @@ class ResultCollection:
         self._accumulators: np.ndarray[Any, Any] | None = None
         self._read_accumulators = read_accumulators
         self._reset_accumulators = reset_accumulators
+        self._find_metric = find_metric
 
     # --- Logging ---
 
@@ -123,7 +133,7 @@ class ResultCollection:
         Raises:
             MisconfigurationException: If the key was logged before with other options.
         """
-        key = (meta.fx, meta.name, meta.dataloader_idx if meta.add_dataloader_idx else None)
+        key = _storage_key(meta)
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = Entry(meta)
@@ -143,9 +153,12 @@ class ResultCollection:
     def log_host(self, meta: LogMeta, value: Any, weight: Any) -> None:
         """Log a value from a hook that runs on the host."""
         entry = self.register(meta)
-        if entry.host is None:
-            entry.host = HostValue(meta.reduce_fx)
-        entry.host.update(value, weight, on_epoch=meta.on_epoch)
+        if meta.metric is None:
+            if entry.host is None:
+                entry.host = HostValue(meta.reduce_fx)
+            entry.host.update(value, weight, on_epoch=meta.on_epoch)
+        elif meta.metric == PASSED:
+            entry.passed = value if entry.passed is None else entry.passed.merge(value)
         entry.host_calls += 1
         self._fresh = True
         self._activate(entry)
@@ -158,6 +171,13 @@ class ResultCollection:
         self._fresh = True
         self._values = out.values
         self._snapshot = self._accumulators = None
+        if out.plan.states:
+            self._take_states(out)
+
+    def _take_states(self, out: StepValues) -> None:
+        for meta, value in absorb_states(out.plan.states, out.states):
+            entry = self._entries[_storage_key(meta)]
+            entry.passed = value if entry.passed is None else merge_passed(entry.passed, value)
 
     def _switch_plan(self, plan: LogPlan) -> None:
         before, now = self._canonical, self._known.canonical(plan)
@@ -215,10 +235,27 @@ class ResultCollection:
         fetch(snapshot for entry in entries if entry.host is not None for snapshot in entry.host.snapshots())
         items = Items()
         for entry in entries:
+            if entry.meta.metric is not None:
+                self._put(items, entry, self._metric_value(entry), self._steps, on_step=False)
+                continue
             value = _reduced(entry.meta.reduce_fx, list(self._rows(entry)))
             if value is not None:
                 self._put(items, entry, value, self._steps, on_step=False)
+        resolve_in_place(items.callback, items.log, items.bar)  # the values of metric objects
         return items
+
+    def _metric_value(self, entry: Entry) -> Any:
+        """The epoch value of a metric object, still on the device."""
+        path = entry.meta.metric
+        value = entry.passed.compute() if path == PASSED else self._find_metric(path or "").compute()
+        if not isinstance(value, jax.Array | np.ndarray | np.generic) or value.size != 1:
+            shape = getattr(value, "shape", None)
+            raise ValueError(
+                f"The `.compute()` return of the metric logged as {entry.meta.name!r} must be a tensor with a single "
+                f"element. Found {f'shape {shape}' if shape is not None else repr(value)}."
+            )
+        value = value.reshape(())
+        return Ref(Snapshot(value if value.dtype.kind == "f" else value.astype(default_dtype())), None)
 
     def _rows(self, entry: Entry) -> Iterator[tuple[Any, Any]]:
         if entry.slot is not None:
@@ -288,9 +325,17 @@ class ResultCollection:
                     "total": host[0],
                     "weight": host[1],
                     "step": to_scalar(step) if entry.meta.on_step else None,
+                    "state": self._saved_state(entry),
                 }
             )
         return saved
+
+    def _saved_state(self, entry: Entry) -> dict[str, Any] | None:
+        """The state of a metric object on the module, as lists."""
+        if entry.meta.metric in (None, PASSED):
+            return None
+        state = jax.device_get(self._find_metric(entry.meta.metric or "").state)
+        return {name: np.asarray(value).tolist() for name, value in state.items()}
 
     def load_state_dict(
         self, state: list[dict[str, Any]], preload: Callable[[str, list[tuple[LogMeta, Any, Any]]], list[int]]
@@ -311,6 +356,8 @@ class ResultCollection:
             entry = self.register(LogMeta(**saved["meta"]))
             entry.slot = places.get(id(saved))
             entry.host = HostValue.restored(entry.meta.reduce_fx, saved["total"], saved["weight"], saved["step"])
+            if saved.get("state") is not None:
+                self._find_metric(entry.meta.metric or "").state = saved["state"]
             self._activate(entry)
         self._preloaded = bool(on_device)
         self._fresh = bool(state)
@@ -330,6 +377,9 @@ class ResultCollection:
         for entry in self._entries.values():
             entry.active = False
             entry.slot = None
+            entry.passed = None
+            if entry.meta.metric not in (None, PASSED):
+                self._find_metric(entry.meta.metric or "").reset()
             if entry.host is not None:
                 entry.host.reset()
         if self._plan is not None or self._preloaded:
@@ -341,6 +391,10 @@ class ResultCollection:
         self._plan = self._canonical = self._values = self._snapshot = self._accumulators = None
         self._older.clear()
         self._active_plans.clear()
+
+
+def _storage_key(meta: LogMeta) -> LogKey:
+    return (meta.fx, meta.name, meta.dataloader_idx if meta.add_dataloader_idx else None)
 
 
 class _KnownPlans:

@@ -175,6 +175,11 @@ class Metric(ABC):
         trace = current_trace()
         if trace is None:
             return False
+        if trace.kind == "predict":
+            raise NotImplementedError(
+                f"`{type(self).__name__}` was called in `predict_step`, which keeps no metrics. Call it in `test_step`, or "
+                "on the predictions in `on_predict_batch_end`."
+            )
         if value is not None:
             traced_values(trace)[self._token] = value
         trace.add_log(LogMeta(fx="", name=str(self._token), on_step=False, on_epoch=True, reduce_fx="state"), batch)
@@ -230,7 +235,11 @@ class Metric(ABC):
 
     @state.setter
     def state(self, state: Mapping[str, Any] | None) -> None:
-        self._state = None if state is None else {name: jnp.asarray(state[name]) for name in self._defaults}
+        self._state = (
+            None
+            if state is None
+            else {name: jnp.asarray(state[name], default.dtype) for name, default in self._defaults.items()}
+        )
         self._computed = None
 
     @property

@@ -16,12 +16,17 @@ from jaxlightning.utilities.warnings import PossibleUserWarning as PossibleUserW
 
 if TYPE_CHECKING:
     from jaxlightning.optim import grad_norm as grad_norm
+    from jaxlightning.utilities.combined_loader import CombinedLoader as CombinedLoader
 
 
 def __getattr__(name: str) -> Any:
-    # Lightning keeps it here; it belongs to `optim`, which imports this package.
+    # Lightning keeps them here; what they belong to imports this package.
     if name == "grad_norm":
         from jaxlightning.optim import grad_norm
 
         return grad_norm
+    if name == "CombinedLoader":
+        from jaxlightning.utilities.combined_loader import CombinedLoader
+
+        return CombinedLoader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

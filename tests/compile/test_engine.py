@@ -108,6 +108,17 @@ def test_a_breakpoint_in_an_eager_step_sees_numbers() -> None:
     np.testing.assert_allclose([value for _, value in seen[-3:]], losses, rtol=1e-6)
 
 
+def test_eager_steps_may_decide_by_host_numbers_from_the_first_batch() -> None:
+    class Decides(Classifier):
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            loss = self.net(batch[0]).mean()
+            return -loss if batch_idx % 2 == 0 and self.current_epoch == 0 else loss
+
+    engine = make_engine(Decides(), jit=False)
+    signs = [np.sign(loss) for loss in train(engine, batches(1), 2)]
+    assert len(signs) == 2
+
+
 def test_next_rng_is_distinct_per_call_and_step() -> None:
     class Draws(Classifier):
         def training_step(self, batch: Any, batch_idx: Any) -> Any:

@@ -8,6 +8,8 @@ import pytest
 
 from conformance import table
 
+pytest.register_assert_rewrite("support.beside")
+
 _OUTCOMES = pytest.StashKey[dict[str, str]]()
 
 

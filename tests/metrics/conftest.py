@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlightning.compile.packing import SlotTable, pack, plan_of
+from jaxlightning.compile.packing import SlotTable, pack, plan_of, states_of
 from jaxlightning.compile.trace import LogEntry, activate
 from jaxlightning.metrics import LoggerConnector, log_value
 
@@ -69,7 +69,7 @@ class FakeEngine:
         unused = old[1] == 0
         old = np.where(unused, fresh, old)
         values, self.accumulators[stage] = pack(table, trace.logs, np.asarray(old))
-        return SimpleNamespace(plan=plan, values=values, outputs=None, skipped=False)
+        return SimpleNamespace(plan=plan, values=values, states=states_of(trace.logs), outputs=None, skipped=False)
 
     def read_accumulators(self, stage: str) -> np.ndarray[Any, Any]:
         self.reads += 1

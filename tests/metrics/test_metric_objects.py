@@ -17,7 +17,7 @@ import pytest
 from jaxlightning import metrics as M
 
 pytestmark = [pytest.mark.torch, pytest.mark.lightning]
-SIZES = (7, 3, 12, 1)
+SIZES = (7, 3, 7)
 Batches: TypeAlias = Callable[[np.random.Generator, int], tuple[Any, ...]]
 
 
@@ -158,27 +158,67 @@ def _close(ours: Any, theirs: Any, what: Any) -> None:
     np.testing.assert_allclose(np.asarray(ours), theirs.numpy(), rtol=1e-6, atol=1e-6, err_msg=str(what))
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=_ids)
+def _fast(case: Any) -> Any:
+    """One case of each kind always runs, the whole grid with the slow tests."""
+    name, options, _ = case
+    key = (name, options.get("task"), "ignore_index" in options, options.get("num_outputs"))
+    first = key not in _seen
+    _seen.add(key)
+    return pytest.param(case, id=_ids(case), marks=() if first else pytest.mark.slow)
+
+
+_seen: set[Any] = set()
+
+
+@pytest.mark.parametrize("case", [_fast(case) for case in cases()])
 def test_metrics_equal_torchmetrics(case: Any) -> None:
-    """Batch values, epoch values over uneven batches, two epochs; on the host and under jit."""
+    """Batch values, epoch values over uneven batches, two epochs, compiled."""
     import torch
 
     name, options, make = case
-    ours, theirs = getattr(M, name)(**options), _reference(name, options)
-    pure = ours.functional()
-    update, compute = jax.jit(pure.update), jax.jit(pure.compute)
+    theirs = _reference(name, options)
+    pure = getattr(M, name)(**options).functional()
+
+    @jax.jit
+    def step(state: Any, *batch: Any) -> Any:
+        alone = pure.update(pure.init(), *batch)
+        return pure.compute(alone), pure.merge(state, alone)
+
     rng = _rng(sum(map(ord, name)))
     for _ in range(2):
         state = pure.init()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torchmetrics about its own zero divisions
-            for size in SIZES if name != "R2Score" else (7, 3, 12):
+            for size in SIZES:
                 batch = make(rng, size)
-                _close(ours(*batch), theirs(*(torch.as_tensor(each) for each in batch)), "batch")
-                state = update(state, *batch)
-            epoch = theirs.compute()
-            _close(ours.compute(), epoch, "epoch")
-        _close(compute(state), epoch, "jit")
+                value, state = step(state, *batch)
+                _close(value, theirs(*(torch.as_tensor(each) for each in batch)), "batch")
+            _close(jax.jit(pure.compute)(state), theirs.compute(), "epoch")
+        theirs.reset()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("Accuracy", {"task": "multiclass", "num_classes": 5}, multiclass("logits")),
+        ("AUROC", {"task": "binary", "thresholds": 20}, binary("logits")),
+        ("R2Score", {}, regression(1)),
+        ("MaxMetric", {}, values()),
+    ],
+    ids=_ids,
+)
+def test_the_stateful_face_equals_torchmetrics(case: Any) -> None:
+    import torch
+
+    name, options, make = case
+    ours, theirs = getattr(M, name)(**options), _reference(name, options)
+    rng = _rng(5)
+    for _ in range(2):
+        for size in SIZES:
+            batch = make(rng, size)
+            _close(ours(*batch), theirs(*(torch.as_tensor(each) for each in batch)), "batch")
+        for _ in range(2):
+            _close(ours.compute(), theirs.compute(), "epoch")
         ours.reset()
         theirs.reset()
 

@@ -200,7 +200,7 @@ def error(action: Callable[[], Any]) -> list[str] | Any:
     try:
         return action()
     except Exception as caught:
-        return [type(caught).__name__, re.split(r"[`'.\n]", str(caught))[0]]
+        return [type(caught).__name__, re.split(r"[`'.:\n]", str(caught))[0]]
 
 
 @contextlib.contextmanager

@@ -77,9 +77,8 @@ def compare_results(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
     """Return a line per difference of two results."""
     lines: list[str] = []
     if expected.get("error") != got.get("error"):
-        lines.append(
-            f"error: lightning {expected.get('error')} {_message(expected)}; jaxlightning {got.get('error')} {_message(got)}"
-        )
+        lines.append(f"error: lightning {expected.get('error')} {_message(expected)}")
+        lines.append(f"       jaxlightning {got.get('error')} {_message(got)}")
     lines += compare_events(expected.get("events"), got.get("events"))
     failed = expected.get("error") is not None
     for name in sorted(set(expected) - {"error", "events", "exception"}):
@@ -110,12 +109,13 @@ def compare_events(expected: Any, got: Any) -> list[str]:
         walk("", left[1], right[1], lines)
         if left[0] != right[0] or lines:
             before = [f"    {text}" for text, _ in expected[max(0, index - 4) : index]]
-            after = [
-                f"    L+ {expected[i][0] if i < len(expected) else '<end>'} | J+ {got[i][0] if i < len(got) else '<end>'}"
-                for i in range(index + 1, index + 4)
-            ]
+            after = [f"    L+ {_text(expected, i)} | J+ {_text(got, i)}" for i in range(index + 1, index + 4)]
             return [f"event {index}:", *before, f"    L  {left[0]}", f"    J  {right[0]}", *lines, *after]
     return []
+
+
+def _text(events: list[tuple[str, Any]], index: int) -> str:
+    return events[index][0] if index < len(events) else "<end>"
 
 
 def walk(path: str, expected: Any, got: Any, lines: list[str]) -> None:

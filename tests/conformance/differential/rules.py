@@ -106,7 +106,12 @@ def _saves_at_steps_by_metric(config: Config) -> bool:
     return any("every_n_train_steps" in spec and spec.get("monitor") for spec in config["callbacks"]["checkpoints"])
 
 
-_SAVING = ("callback.state_dict", "callback.on_save_checkpoint", "module.on_save_checkpoint", "logger.after_save_checkpoint")
+_SAVING = (
+    "callback.state_dict",
+    "callback.on_save_checkpoint",
+    "module.on_save_checkpoint",
+    "logger.after_save_checkpoint",
+)
 
 
 def _drop_saving(config: Config, expected: Result, got: Result) -> None:
@@ -200,7 +205,9 @@ RULES = (
     Rule(name="ES06", applies=_stops_with_minimum, adapt=_decide_anew),
     Rule(
         name="TF21",
-        applies=lambda config: config["flags"].get("val_check_interval") == 0 and not config["flags"].get("fast_dev_run"),
+        applies=lambda config: (
+            config["flags"].get("val_check_interval") == 0 and not config["flags"].get("fast_dev_run")
+        ),
         rewrite=_expect_misconfiguration,
     ),
 )

@@ -1,5 +1,7 @@
 """Runs the differential test over a range of seeds and prints what differs.
 
+For example:
+
     python tests/conformance/differential/run.py --seeds 0:300 --jobs 2
     python tests/conformance/differential/run.py --seeds 17 --show
 """

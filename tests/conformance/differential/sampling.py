@@ -1,7 +1,7 @@
 """Draws one random configuration per seed: flags, loaders, log calls, callbacks, loggers and what is traced.
 
-A configuration is a plain dictionary of plain values, so that a failing one can be printed, cut down and run again. What
-later issues own (see `rules.SKIPPED`) is never drawn.
+A configuration is a plain dictionary of plain values, so that a failing one can be printed, cut down and run again.
+What later issues own (see `rules.SKIPPED`) is never drawn.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def sample(seed: int) -> Config:
     config["owner"] = rng.choice(["passed", "passed", "module", "datamodule"])
     config["loggers"] = rng.choice([[], ["record"], ["record"], ["csv"], ["csv"], ["record", "csv"], ["csv", "record"]])
     config["trace"] = _trace(rng)
-    config["logs"] = sample_logs(rng, optimizer_hooks=config["trace"]["optimizer"], batch_hooks=config["trace"]["batch"])
+    config["logs"] = sample_logs(
+        rng, optimizer_hooks=config["trace"]["optimizer"], batch_hooks=config["trace"]["batch"]
+    )
     config["callbacks"] = _callbacks(rng, config)
     config["step"] = _step(rng)
     if "gradient_clip_val" in config["flags"] and rng.random() < 0.7:
@@ -66,7 +68,15 @@ def sample(seed: int) -> Config:
 def _verbs(rng: random.Random) -> list[str]:
     return rng.choice(
         [["fit"]] * 14
-        + [["validate"], ["test"], ["predict"], ["fit", "validate"], ["fit", "test"], ["fit", "predict"], ["fit", "fit"]]
+        + [
+            ["validate"],
+            ["test"],
+            ["predict"],
+            ["fit", "validate"],
+            ["fit", "test"],
+            ["fit", "predict"],
+            ["fit", "fit"],
+        ]
     )
 
 
@@ -255,7 +265,9 @@ def _make_sensible(rng: random.Random, config: Config) -> None:
         config["loggers"] = ["record"]
     if len(config["callbacks"]["checkpoints"]) == 2:
         first, second = config["callbacks"]["checkpoints"]
-        if all(first.get(key) == second.get(key) for key in ("monitor", "mode", "every_n_epochs", "every_n_train_steps")):
+        if all(
+            first.get(key) == second.get(key) for key in ("monitor", "mode", "every_n_epochs", "every_n_train_steps")
+        ):
             config["callbacks"]["checkpoints"] = [first]
     for spec in config["callbacks"]["checkpoints"]:
         if spec.get("monitor") is None and spec["save_top_k"] == 2:

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import numpy as np
-
 from conformance.differential.behaviour import Probe
 
 WEIGHTS = (1.0, -0.5)

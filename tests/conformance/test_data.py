@@ -1,0 +1,531 @@
+"""DL, DM and PR: loaders, datamodules and what the verbs return, with Lightning beside."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conformance.loggers import recorder
+from support.beside import Side, both, caught, error, events_callback, plain, rows, same, torch_loader
+from support.tracing import golden
+
+pytestmark = [
+    pytest.mark.lightning,
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning"),
+]
+
+
+class Items:
+    """One loader: a plain iterable of given batches."""
+
+    def __init__(self, *batches: Any) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def watching(side: Side, seen: list[Any], *hooks: str) -> Any:
+    def note(hook: str, trainer: Any, module: Any, batch: Any, *at: int) -> None:
+        seen.append([plain(batch), *at])
+
+    return events_callback(side, list(hooks), note)
+
+
+def free(side: Side) -> Any:
+    """A module whose steps accept any batch."""
+
+    class Free(side.Tiny):  # type: ignore[name-defined,misc]
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            return (self.layer(side.array(np.zeros((1, 4)))) ** 2).mean()
+
+        def validation_step(self, batch: Any, batch_idx: Any, dataloader_idx: Any = 0) -> None:
+            return None
+
+        def predict_step(self, batch: Any, batch_idx: Any, dataloader_idx: Any = 0) -> Any:
+            return batch_idx
+
+    return Free()
+
+
+@pytest.mark.catalogue("DL01")
+@pytest.mark.parametrize("verb", ["validate", "predict"])
+def test_a_list_is_a_collection_of_loaders_never_of_batches(verb: str) -> None:
+    def scenario(side: Side) -> Any:
+        seen: list[Any] = []
+        word = "validation" if verb == "validate" else verb
+        trainer = side.trainer(callbacks=[watching(side, seen, f"on_{word}_batch_start")])
+        loaders = [Items(*[side.array(0.0)] * 2), Items(*[side.array(1.0)] * 2)]
+        result = getattr(trainer, verb)(free(side), loaders, **({} if verb == "predict" else {"verbose": False}))
+        batches = trainer.num_val_batches if verb == "validate" else trainer.num_predict_batches
+        one: list[Any] = []
+        side.trainer(callbacks=[watching(side, one, "on_validation_batch_start")]).validate(
+            free(side), Items(side.array([1.0, 2.0]), side.array([3.0])), verbose=False
+        )
+        return {"seen": seen, "returned": result, "num_batches": batches}, one
+
+    found, one = same(scenario)
+    assert found == golden("dataloaders")["combinations"][f"{verb}|plain_list_of_batches|default"]
+    assert one == [[[1.0, 2.0], 0], [[3.0], 1]]
+
+
+@pytest.mark.catalogue("DL07", "DL08")
+def test_a_combined_loader_checks_its_limits_and_its_parts() -> None:
+    def scenario(side: Side) -> Any:
+        combined_loader = side.get("utilities.combined_loader.CombinedLoader")
+
+        def limited(mode: str, limits: Any) -> Any:
+            loader = combined_loader({"a": Items(0, 1, 2), "b": Items(10, 11)}, mode)
+            loader.limits = limits
+            return [plain(each) for each in loader], len(loader)
+
+        def replaced(*parts: Any) -> Any:
+            loader = combined_loader([Items(0), Items(1)], "sequential")
+            loader.flattened = list(parts)
+            return [plain(each) for each in loader]
+
+        return [
+            error(lambda: limited("sequential", [1, 2])),
+            error(lambda: limited("sequential", [2, float("inf")])),
+            error(lambda: limited("min_size", [1, 1])),
+            error(lambda: limited("sequential", [1])),
+            error(lambda: limited("max_size", None)),
+            error(lambda: replaced(Items(7))),
+            error(lambda: replaced(Items(7), Items(8, 9))),
+            error(lambda: combined_loader([Items(0)], "x")),
+            error(lambda: len(combined_loader([Items(0)], "max_size"))),
+        ]
+
+    same(scenario)
+
+
+@pytest.mark.catalogue("DL08")
+@pytest.mark.parametrize("limit", [1, 2, 0.5])
+def test_each_loader_has_its_own_limit(limit: Any) -> None:
+    def scenario(side: Side) -> Any:
+        class Unsized:
+            def __iter__(self) -> Any:
+                return iter([side.array(9.0)] * 2)
+
+        seen: list[Any] = []
+        loaders = [Items(*map(side.array, (0.0, 1.0, 2.0, 3.0))), Items(*map(side.array, (10.0, 11.0)))]
+        loaders += [Unsized()] if isinstance(limit, int) else []
+        trainer = side.trainer(limit_val_batches=limit, callbacks=[watching(side, seen, "on_validation_batch_start")])
+        trainer.validate(free(side), loaders, verbose=False)
+        return seen, trainer.num_val_batches
+
+    same(scenario)
+
+
+@pytest.mark.catalogue("DL10", "DL12")
+def test_loaders_given_win_over_hooks_and_are_handed_back_as_given() -> None:
+    def scenario(side: Side) -> Any:
+        asked: list[str] = []
+
+        class Model(side.Tiny):  # type: ignore[name-defined,misc]
+            def train_dataloader(self) -> Any:
+                asked.append("train")
+                return super().train_dataloader()
+
+            def val_dataloader(self) -> Any:
+                asked.append("val")
+                return super().val_dataloader()
+
+        module, trainer = Model(), side.trainer(max_epochs=2)
+        train, val = side.loader(4), {"x": side.loader(2), "y": side.loader(4)}
+        module.validation_step = lambda batch, batch_idx, dataloader_idx=0: None
+        trainer.fit(module, train, val)
+        first = [trainer.train_dataloader is train, trainer.val_dataloaders is val, list(asked)]
+        fresh = Model()
+        trainer = side.trainer(max_epochs=3)
+        trainer.fit(fresh)
+        return first, asked, [type(trainer.train_dataloader).__name__ == type(train).__name__]
+
+    first, asked, _ = same(scenario)
+    assert first == [True, True, []]
+    assert sorted(asked) == ["train", "val"]
+
+
+@pytest.mark.catalogue("DL14")
+def test_doubtful_loaders_are_pointed_out() -> None:
+    import torch
+
+    class Sized(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Any:
+            return iter(torch.from_numpy(rows(4)))
+
+    def scenario(side: Side) -> Any:
+        found = []
+        for name, loader, verb, flags in (
+            ("shuffled", torch_loader(4, shuffle=True), "validate", {}),
+            ("small", torch_loader(4), "fit", {"logger": True, "log_every_n_steps": 50}),
+            ("sized stream", torch.utils.data.DataLoader(Sized(), batch_size=2), "validate", {}),
+        ):
+            with caught() as warned:
+                trainer = side.trainer(limit_val_batches=1.0 if verb == "validate" else 0, **flags)
+                verbose = {} if verb == "fit" else {"verbose": False}
+                getattr(trainer, verb)(free(side), loader, **verbose)
+            words = ("shuffling", "log_every_n_steps", "IterableDataset")
+            found.append([name, sorted({kind for kind, text in warned if any(word in text for word in words)})])
+        return found
+
+    same(scenario)
+
+
+@pytest.mark.catalogue("DL14")
+def test_too_few_workers_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+
+    def scenario(side: Side) -> Any:
+        with caught() as warned:
+            side.trainer().validate(free(side), torch_loader(4), verbose=False)
+        return sorted({kind for kind, text in warned if "does not have many workers" in text})
+
+    assert same(scenario) == ["PossibleUserWarning"]
+
+
+@pytest.mark.catalogue("DL18")
+@pytest.mark.parametrize("loaders", [1, 2])
+@pytest.mark.parametrize("hook", ["validation_step", "on_validation_batch_start", "on_validation_batch_end"])
+def test_the_index_has_to_be_accepted_exactly_when_it_is_passed(hook: str, loaders: int) -> None:
+    def scenario(side: Side) -> Any:
+        def needs(self: Any, *args: Any, dataloader_idx: int) -> None: ...
+
+        found = []
+        for name in ("lacks", "needs"):
+            base = {"validation_step": lambda self, batch, batch_idx, dataloader_idx=0: None} if loaders == 2 else {}
+            functions = {
+                "validation_step": {
+                    "lacks": lambda self, batch, batch_idx: None,
+                    "needs": lambda self, batch, batch_idx, dataloader_idx: None,
+                },
+                "on_validation_batch_start": {
+                    "lacks": lambda self, batch, batch_idx: None,
+                    "needs": lambda self, batch, batch_idx, dataloader_idx: None,
+                },
+                "on_validation_batch_end": {
+                    "lacks": lambda self, outputs, batch, batch_idx: None,
+                    "needs": lambda self, outputs, batch, batch_idx, dataloader_idx: None,
+                },
+            }
+            module = type("Model", (side.Tiny,), {**base, hook: functions[hook][name]})()
+            data = [side.loader(2) for _ in range(loaders)]
+            given = data[0] if loaders == 1 else data
+            found.append(error(lambda module=module, given=given: side.trainer().validate(module, given, verbose=False)))
+        return found
+
+    same(scenario)
+
+
+@pytest.mark.catalogue("DL19")
+@pytest.mark.parametrize("fails", [False, True])
+def test_workers_are_gone_after_a_run(fails: bool) -> None:
+    import multiprocessing
+
+    def scenario(side: Side) -> Any:
+        class Model(side.Tiny):  # type: ignore[name-defined,misc]
+            def on_train_batch_end(self, *args: Any) -> None:
+                alive.append(len(multiprocessing.active_children()) > 0)
+                if fails:
+                    raise ValueError("stop")
+
+        alive: list[bool] = []
+        trainer = side.trainer(limit_val_batches=0)
+        outcome = error(lambda: trainer.fit(Model(), torch_loader(4, num_workers=1, multiprocessing_context="spawn")))
+        trainer.fit_loop._data_source = None if not side.ours else getattr(trainer.fit_loop, "_data_source", None)
+        return alive[:1], outcome
+
+    _, ours = both(scenario)
+    assert ours == [[True], ["ValueError", "stop"] if fails else None]
+
+
+@pytest.mark.catalogue("DL21", adaptation="one compilation per structure of a batch")
+def test_loaders_may_give_batches_of_different_structure() -> None:
+    def scenario(side: Side) -> Any:
+        class Model(side.Tiny):  # type: ignore[name-defined,misc]
+            def validation_step(self, batch: Any, batch_idx: Any, dataloader_idx: Any) -> None:
+                value = batch["x"].sum() if dataloader_idx == 0 else batch[0].sum() * 2
+                self.log("v", value, on_epoch=True, batch_size=1)
+
+        data = [Items({"x": side.array([1.0, 2.0])}), Items([side.array([[3.0]]), side.array(0.0)])]
+        return side.trainer().validate(Model(), data, verbose=False)
+
+    same(scenario)
+
+
+@pytest.mark.catalogue("DM04", adaptation="any dataset with len and [] serves; torch's loader is used where torch's data are given")
+def test_a_datamodule_from_datasets_has_the_hooks_of_what_was_given() -> None:
+    import torch
+
+    def scenario(side: Side) -> Any:
+        data = torch.utils.data.TensorDataset(torch.from_numpy(rows(6)))
+
+        class Data(side.pl.LightningDataModule):  # type: ignore[name-defined,misc]
+            def __init__(self, batch_size: int = 1, extra: int = 0) -> None:
+                super().__init__()
+                self.seen = [batch_size, extra]
+
+        from_datasets = side.pl.LightningDataModule.from_datasets
+        module = from_datasets(train_dataset=data, predict_dataset=[data, data], batch_size=4, num_workers=0)
+        own = Data.from_datasets(train_dataset=data, val_dataset=data, batch_size=3, extra=7)
+        train = module.train_dataloader()
+        is_overridden = side.get("utilities.model_helpers.is_overridden")
+        base = side.pl.LightningDataModule
+        have = [is_overridden(f"{kind}_dataloader", module, base) for kind in ("train", "val", "test", "predict")]
+        return (
+            [len(train), train.batch_size, type(train.sampler).__name__],
+            len(module.predict_dataloader()),
+            have,
+            own.seen,
+            type(own.val_dataloader().sampler).__name__,
+        )
+
+    same(scenario)
+
+
+@pytest.mark.catalogue("DM02", "DM01")
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+def test_a_datamodule_lives_through_a_run(verb: str) -> None:
+    def scenario(side: Side) -> Any:
+        seen: list[Any] = []
+
+        class Data(side.pl.LightningDataModule):  # type: ignore[name-defined,misc]
+            def prepare_data(self) -> None:
+                seen.append("prepare_data")
+
+            def setup(self, stage: str) -> None:
+                seen.append(["dm.setup", str(getattr(stage, "value", stage)), self.trainer is not None])
+
+            def teardown(self, stage: str) -> None:
+                seen.append(["dm.teardown", str(getattr(stage, "value", stage))])
+
+            def state_dict(self) -> dict[str, Any]:
+                seen.append("state_dict")
+                return {}
+
+        for kind in ("train", "val", "test", "predict"):
+            setattr(Data, f"{kind}_dataloader", lambda self, kind=kind: (seen.append(kind), side.loader(2))[1])
+        hooks = ["setup", "teardown"]
+        callback = events_callback(side, hooks, lambda hook, *args, **kwargs: seen.append(f"callback.{hook}"))
+        data, trainer = Data(), side.trainer(callbacks=[callback], num_sanity_val_steps=0)
+        getattr(trainer, verb)(side.Tiny(), datamodule=data)
+        return seen, data.trainer is trainer
+
+    same(scenario)
+
+
+@pytest.mark.catalogue("DM06", "LO14", "HP07", "TF40")
+def test_hyperparameters_are_logged_once_and_together() -> None:
+    theirs = golden("hparams")
+
+    def scenario(side: Side) -> Any:
+        class Module(side.Tiny):  # type: ignore[name-defined,misc]
+            def __init__(self, hidden: int = 4, lr: float = 0.1) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+
+        class Data(side.pl.LightningDataModule):  # type: ignore[name-defined,misc]
+            def __init__(self, bs: int = 2, lr: float | None = None) -> None:
+                super().__init__()
+                self.save_hyperparameters(ignore="lr" if lr is None else None)
+
+            def train_dataloader(self) -> Any:
+                return side.loader(4)
+
+        class Silent(side.Tiny):  # type: ignore[name-defined,misc]
+            def __init__(self, q: int = 1) -> None:
+                super().__init__()
+                self.save_hyperparameters(logger=False)
+
+        def logged(module: Any, data: Any = None, **flags: Any) -> Any:
+            calls: list[Any] = []
+            trainer = side.trainer(logger=recorder(side, calls), limit_val_batches=0, **flags)
+            trainer.fit(module, **({} if data is None else {"datamodule": data}))
+            for verb in ("validate", "test", "predict") if data is None else ():
+                getattr(trainer, verb)(module, **({} if verb == "predict" else {"verbose": False}))
+            return [each[2] for each in calls if each[1] == "log_hyperparams"]
+
+        return {
+            "logged": logged(Module(hidden=8), Data()),
+            "conflict": error(lambda: logged(Module(lr=0.1), Data(lr=0.2))),
+            "autolog_False": logged(Module(), enable_autolog_hparams=False),
+            "logger_False": logged(Silent()),
+            "each verb": len(logged(Module())),
+        }
+
+    found = same(scenario)
+    assert found["logged"] == theirs["logged"]
+    assert found["autolog_False"] == theirs["autolog_False"]
+    assert found["logger_False"] == theirs["logger_False"]
+    assert found["conflict"][0] == theirs["conflict"].partition(":")[0]
+
+
+@pytest.mark.catalogue("DM09")
+def test_a_datamodule_describes_itself_and_can_be_pickled() -> None:
+    import torch
+
+    def scenario(side: Side) -> Any:
+        data = torch.utils.data.TensorDataset(torch.from_numpy(rows(6)))
+        module = side.pl.LightningDataModule.from_datasets(train_dataset=data, batch_size=2)
+        trainer = side.trainer(limit_val_batches=0)
+        trainer.fit(side.Tiny(), datamodule=module)
+        empty = side.pl.LightningDataModule()
+        again = pickle.loads(pickle.dumps(empty))
+        return str(module), str(empty), type(again).__name__
+
+    same(scenario)
+
+
+@pytest.mark.catalogue("DM10")
+def test_empty_loaders_are_a_choice_of_the_datamodule() -> None:
+    def scenario(side: Side) -> Any:
+        data = side.pl.LightningDataModule()
+        return [
+            data.allow_zero_length_dataloader_with_multiple_devices,
+            side.Tiny().allow_zero_length_dataloader_with_multiple_devices,
+            data.prepare_data_per_node,
+        ]
+
+    same(scenario)
+
+
+@pytest.mark.catalogue("DM03", "DM07", "DM08")
+def test_a_datamodule_saves_loads_and_hears_of_exceptions(tmp_path: Path) -> None:
+    def scenario(side: Side) -> Any:
+        seen: list[Any] = []
+
+        class Data(side.pl.LightningDataModule):  # type: ignore[name-defined,misc]
+            def __init__(self, bs: int = 2) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+                self.at = 0
+
+            def train_dataloader(self) -> Any:
+                return side.loader(4)
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"at": 7}
+
+            def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+                seen.append(state_dict)
+
+            def on_exception(self, exception: BaseException) -> None:
+                seen.append(type(exception).__name__)
+
+        path = tmp_path / f"{side.name}.ckpt"
+        trainer = side.trainer(limit_val_batches=0)
+        trainer.fit(side.Tiny(), datamodule=Data(bs=3))
+        trainer.save_checkpoint(path)
+        side.trainer(limit_val_batches=0, max_epochs=2).fit(side.Tiny(), datamodule=Data(), ckpt_path=path)
+        loaded = Data.load_from_checkpoint(path)
+
+        class Fails(side.Tiny):  # type: ignore[name-defined,misc]
+            def on_train_start(self) -> None:
+                raise ValueError("x")
+
+        outcome = error(lambda: side.trainer(limit_val_batches=0).fit(Fails(), datamodule=Data()))
+        return seen, dict(loaded.hparams), outcome
+
+    seen, hparams, _ = same(scenario)
+    assert seen[-1] == "ValueError"
+    assert hparams == {"bs": 3}
+
+
+@pytest.mark.catalogue("PR03")
+@pytest.mark.parametrize("rich", [True, False])
+def test_results_are_printed_as_a_table(
+    rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rich:
+        import lightning.pytorch.loops.evaluation_loop as theirs
+
+        monkeypatch.setattr(theirs, "_RICH_AVAILABLE", False)
+        import importlib.util
+
+        real = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "rich" else real(name, *a))
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def scenario(side: Side) -> Any:
+        class Model(side.Tiny):  # type: ignore[name-defined,misc]
+            def test_step(self, batch: Any, batch_idx: Any, dataloader_idx: Any = 0) -> None:
+                self.log("a", batch[0].sum())
+                self.log("b", batch_idx * 1.0, on_step=True, on_epoch=True)
+
+            def on_test_epoch_end(self) -> None:
+                self.log("end", 9.0)
+
+        capsys.readouterr()
+        side.trainer().test(Model(), [side.loader(5), side.loader(2)], verbose=True)
+        text = capsys.readouterr().out
+        table = [line for line in text.splitlines() if any(word in line for word in ("Test metric", "end", "b_epoch"))]
+        cells = [[cell.strip() for cell in line.replace("│", "┃").strip("┃ ").split("┃")] for line in table]
+        return [cell if len(cell) > 1 else cell[0].split() for cell in cells]
+
+    found = same(scenario)
+    assert found[0][-2:] == ["DataLoader 0", "DataLoader 1"] or found[0][:2] == ["Test", "metric"]
+    assert "Test metric" in golden("dataloaders")["evaluate"]["printed_table"]
+
+
+@pytest.mark.catalogue("PR10")
+def test_indices_of_a_stream_are_empty_with_a_warning() -> None:
+    def scenario(side: Side) -> Any:
+        writer_class = side.get("callbacks.BasePredictionWriter")
+
+        class Writer(writer_class):  # type: ignore[misc,valid-type]
+            def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any) -> None:
+                seen.append(indices)
+
+            def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+                seen.append(indices)
+
+        seen: list[Any] = []
+        with caught() as warned:
+            trainer = side.trainer(callbacks=[Writer("batch_and_epoch")])
+            trainer.predict(free(side), Items(side.array([1.0]), side.array([2.0])))
+        return seen, sorted({kind for kind, text in warned if "indices" in text or "batch_indices" in text})
+
+    theirs, ours = both(scenario)
+    assert ours[0][:2] == theirs[0][:2]
+    assert ours[1] == theirs[1]
+
+
+@pytest.mark.catalogue("PR11", adaptation="arrays, and Python values that are the same for every batch; others with jit=False")
+def test_predictions_may_be_more_than_arrays() -> None:
+    def scenario(side: Side) -> Any:
+        class Model(side.Tiny):  # type: ignore[name-defined,misc]
+            def predict_step(self, batch: Any, batch_idx: Any) -> Any:
+                return {"x": batch[0].sum(), "label": "text", "pair": (batch[0][:, 0], None)}
+
+        return side.trainer().predict(Model(), side.loader(3))
+
+    same(scenario)
+
+
+@pytest.mark.catalogue("PR07", "PR04", "PR08")
+def test_a_prediction_without_a_step_is_the_forward_pass() -> None:
+    def scenario(side: Side) -> Any:
+        class Model(side.Tiny):  # type: ignore[name-defined,misc]
+            predict_step = side.pl.LightningModule.predict_step
+
+            def forward(self, batch: Any) -> Any:
+                return batch[0][:, 0] * 2
+
+        one = side.trainer().predict(Model(), [side.loader(3)])
+        several = side.trainer(limit_predict_batches=1).predict(Model(), [side.loader(3), side.loader(4)])
+        return one, several
+
+    same(scenario)
