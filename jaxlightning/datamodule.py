@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxlightning.trainer import Trainer
 
 _KINDS = ("train", "val", "test", "predict")
+_NAMES = ("Train", "Validation", "Test", "Predict")
 
 
 class LightningDataModule(HyperparametersMixin):
@@ -173,29 +174,23 @@ class LightningDataModule(HyperparametersMixin):
         return loaded
 
     def __str__(self) -> str:
-        """Describe the loaders that the hooks give, with the sizes of their datasets."""
-        from jaxlightning.loops.call import is_overridden
-
-        parts = []
-        for kind in ("train", "val", "test", "predict"):
-            hook = f"{kind}_dataloader"
-            if is_overridden(hook, self):
-                try:
-                    text = _describe(getattr(self, hook)())
-                except Exception as error:  # before `setup` a hook may not work yet
-                    text = f"not available yet ({type(error).__name__})"
-                parts.append(f"name={kind}, {text}")
-        return f"{{{type(self).__name__}: {'; '.join(parts) or 'no dataloaders'}}}"
+        """One line for each kind of loader, with the sizes of the datasets that its hook gives at this moment."""
+        lines = []
+        for kind, name in zip(_KINDS, _NAMES, strict=True):
+            try:
+                text = _describe(getattr(self, f"{kind}_dataloader")())
+            except Exception:  # not overridden, or it does not work before `setup`
+                text = "None"
+            lines.append(f"{{{name} dataloader: {text}}}")
+        return os.linesep.join(lines)
 
 
 def _describe(loaders: Any) -> str:
     leaves, _ = flatten(loaders)
-    sizes = []
-    for loader in leaves:
-        dataset = getattr(loader, "dataset", loader)
-        size = sized_len(dataset)
-        sizes.append(f"{type(dataset).__name__} (size={'unknown' if size is None else size})")
-    return ", ".join(sizes)
+    sizes = [sized_len(getattr(loader, "dataset", loader)) for loader in leaves]
+    texts = [f"size={'NA' if size is None else size}" for size in sizes]
+    several = isinstance(loaders, (list, tuple, Mapping))
+    return " ; ".join(f"{i}. {text}" for i, text in enumerate(texts, start=1)) if several else texts[0]
 
 
 def _loader_hook(dataset: Any, batch_size: int, num_workers: int, *, shuffle: bool) -> Any:

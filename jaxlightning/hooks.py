@@ -15,6 +15,11 @@ class ModuleHooks:
     _modes: dict[str, Any] | None
     _engine: Any
 
+    prepare_data_per_node = True
+    """Whether every host calls `prepare_data`, or only the first."""
+    allow_zero_length_dataloader_with_multiple_devices = False
+    """Accepted for Lightning's sake."""
+
     # --- steps --------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from jaxlightning.loggers import resume_loggers
 from jaxlightning.loops.call import (
     call_callback_hooks,
     call_lightning_datamodule_hook,
@@ -54,6 +55,10 @@ def run(trainer: Trainer, model: Any, ckpt_path: Any, weights_only: bool | None)
         local_rank = trainer.local_rank if trainer.world_size > 1 else None
         profiler.setup(stage=str(trainer.state.fn), local_rank=local_rank, log_dir=trainer.log_dir)
     trainer._data_connector.prepare_data()
+    # Before the setup hooks open the loggers: a resumed run keeps what an interrupted one wrote.
+    resumes = fitting and ckpt_path is not None and not weights_only
+    if resumes:
+        resume_loggers(trainer.loggers)
     _setup_hooks(trainer)
     if is_overridden("configure_model", model):
         call_lightning_module_hook(trainer, "configure_model")
@@ -70,6 +75,8 @@ def run(trainer: Trainer, model: Any, ckpt_path: Any, weights_only: bool | None)
 
         log_hyperparams(trainer)
     trainer._checkpoint_connector.restore_training_state()
+    if resumes:
+        resume_loggers(trainer.loggers, trainer.fit_loop.epoch_loop._batches_that_stepped)
     trainer._checkpoint_connector.resume_end()
     trainer._signal_connector.register()
     results = _run_stage(trainer)

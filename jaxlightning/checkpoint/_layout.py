@@ -183,7 +183,8 @@ def verify(path: Path) -> None:
                 "A checkpoint holds plain files only; this one was changed after it was written and is not loaded."
             )
     marker, metadata = root / COMMIT_FILE, root / METADATA_ITEM / METADATA_FILE
-    if not marker.is_file() and not metadata.is_file():
+    plain_tree = (root / "_METADATA").is_file()  # Orbax's own PyTree, without items
+    if not metadata.is_file() and (plain_tree or not marker.is_file()):
         raise NotACheckpointError(
             f"{path} is a directory, but no checkpoint of jaxlightning: {COMMIT_FILE} and "
             f"{METADATA_ITEM}/{METADATA_FILE} are missing. It contains {sorted(os.listdir(root))[:10]}. "

@@ -1,8 +1,8 @@
 """From a module to pure compiled steps.
 
 - `networks`, `nnx_networks`, `binding`: Flax networks on a module, bound to the variables of a trace
-- `trace`, `effects`, `explain`: one run of a user's step: what it reads, logs and must not do
-- `core`, `packing`, `state`: the pure step functions
+- `trace`, `effects`, `explain`: what a step reads, logs and must not do
+- `run_step`, `core`, `packing`, `state`: one run of a step, and the pure step functions
 - `variants`, `creation`, `engine_state`, `engine`: compiled steps and the state carried between them
 - `functional`: the same pure functions for people with a loop of their own
 """

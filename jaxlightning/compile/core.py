@@ -7,43 +7,29 @@ them to people who write their own loop.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxlightning.compile import packing
-from jaxlightning.compile.effects import ReadRecorder, SideEffects, refuse_writes, tracing_class
-from jaxlightning.compile.explain import explain
-from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.paths import merge, select
+from jaxlightning.compile.run_step import OutputTree, StepInfo, is_array, run_user_step, step_key
 from jaxlightning.compile.state import TrainState
-from jaxlightning.compile.trace import LogEntry, Scalars, Trace, activate, trace_level
+from jaxlightning.compile.trace import LogEntry, Scalars, Trace
 from jaxlightning.optim import clip_gradients
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
     from jaxlightning.compile.binding import Binding
 
-__all__ = ["FLOATS", "EvalOptions", "StepInfo", "TrainOptions", "eval_step", "gradients", "train_step", "update"]
+__all__ = ["FLOATS", "EvalOptions", "TrainOptions", "eval_step", "gradients", "hyper_of", "train_step", "update"]
 
 FLOATS = 3
 """Leading entries of the float inputs: 1/accumulate, window scale, clip value; then hyper-parameters."""
-
-_FX = {
-    "train": "training_step",
-    "validate": "validation_step",
-    "sanity_check": "validation_step",
-    "test": "test_step",
-    "predict": "predict_step",
-}
-_STAGE_SALT = {"train": 0, "validate": 1, "sanity_check": 2, "test": 3, "predict": 4}
 
 
 @dataclass(frozen=True)
@@ -76,164 +62,6 @@ class EvalOptions:
     outputs: bool = False
 
 
-@dataclass
-class StepInfo:
-    """What tracing a variant found out.
-
-    Attributes:
-        plan: The keys that it logs.
-        skipped: The training step returned None.
-        outputs: How to rebuild the user's return value from the arrays that the compiled call returns.
-        finite_names: What the entries of the finite flags are.
-        stage_read: The step asked the trainer for its stage.
-        reads: Attributes of the module that became constants.
-    """
-
-    plan: LogPlan = field(default_factory=LogPlan)
-    skipped: bool = False
-    outputs: OutputTree | None = None
-    finite_names: tuple[str, ...] = ()
-    stage_read: bool = False
-    reads: ReadRecorder = field(default_factory=ReadRecorder)
-
-
-class OutputTree:
-    """Structure of a step's return value: arrays travel through the compiled call, everything else is remembered."""
-
-    def __init__(self, value: Any) -> None:
-        leaves, self._treedef = jax.tree_util.tree_flatten(value)
-        self._static = [None if _is_array(leaf) else leaf for leaf in leaves]
-        self._is_array = [_is_array(leaf) for leaf in leaves]
-        self.arrays = tuple(leaf for leaf in leaves if _is_array(leaf))
-
-    def detach(self) -> tuple[Any, ...]:
-        """The arrays; afterwards the object holds only the structure."""
-        arrays, self.arrays = self.arrays, ()
-        return arrays
-
-    def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """The user's return value with concrete arrays."""
-        given = iter(arrays)
-        leaves = [
-            next(given) if is_array else static for is_array, static in zip(self._is_array, self._static, strict=True)
-        ]
-        return jax.tree_util.tree_unflatten(self._treedef, leaves)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def step_key(seed: Any, micro_step: Any, stage: str) -> jax.Array:
-    """The typed key of a step: a function of seed, stage and batch number, so that a resume needs no saved state."""
-    key = jax.random.fold_in(jax.random.key(jnp.asarray(seed).astype(jnp.uint32)), micro_step)
-    salt = _STAGE_SALT[stage]
-    return jax.random.fold_in(key, salt) if salt else key
-
-
-def arguments(function: Callable[..., Any], batch: Any, scalars: Scalars) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a `*_step`: `batch_idx` may be left out, `dataloader_idx` is passed by name where it exists."""
-    parameters = list(inspect.signature(function).parameters.values())
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        extra = [] if scalars.dataloader_idx is None else [scalars.dataloader_idx]
-        return [batch, scalars.batch_idx, *extra], {}
-    names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    args, kwargs = [batch], {}
-    others = [name for name in names if name != "dataloader_idx"]
-    if len(others) > 1:
-        args.append(scalars.batch_idx)
-    if "dataloader_idx" in names and scalars.dataloader_idx is not None:
-        kwargs["dataloader_idx"] = scalars.dataloader_idx
-    return args, kwargs
-
-
-def run_user_step(
-    binding: Binding, trace: Trace, batch: Any, info: StepInfo | None, *, strict: bool, forward: bool = False
-) -> Any:
-    """Runs the user's step in a trace.
-
-    Args:
-        binding: The module and its networks.
-        trace: Receives what the step does.
-        batch: What the step sees.
-        info: Where reads of attributes are recorded, or None.
-        strict: Whether writes to the module and draws from host generators are refused (a compiled step).
-        forward: Whether to call `forward` with the batch (a tuple as arguments, a dict by name) and not a step.
-
-    Returns:
-        The step's return value.
-
-    Raises:
-        RuntimeError: If a strict step wrote to `self` or drew host random numbers.
-    """
-    module = binding.module
-    fx = "forward" if forward else _FX[trace.kind]
-    owners = binding.owners
-    effects = [SideEffects(owner, fx, prefix) for prefix, owner in owners.items()] if strict or trace.silent else []
-    generators = _generator_states() if strict else None
-    cls = type(module)
-    classes = [(owner, type(owner)) for owner in owners.values()]
-    trace.level = trace_level()
-    names = [(owner.__dict__, owner.__dict__.get("_current_fx_name")) for owner in owners.values()]
-    with activate(trace), binding.bound(trace):
-        if info is not None:
-            for owner, kind in classes:
-                owner.__dict__["_read_recorder"] = info.reads
-                object.__setattr__(owner, "__class__", tracing_class(kind))
-        for instance, _ in names:
-            instance["_current_fx_name"] = fx
-        try:
-            function = getattr(module, fx)
-            if forward:
-                args = [] if isinstance(batch, dict) else list(batch) if isinstance(batch, tuple) else [batch]
-                kwargs = batch if isinstance(batch, dict) else {}
-            else:
-                args, kwargs = arguments(function, batch, trace.scalars)
-            result = function(*args, **kwargs)
-        except Exception as error:
-            explain(error, f"{cls.__name__}.{fx}")
-            for effect in effects:
-                effect.restore()
-            raise
-        finally:
-            if info is not None:
-                for owner, kind in classes:
-                    object.__setattr__(owner, "__class__", kind)
-                    owner.__dict__.pop("_read_recorder", None)
-            for instance, before in names:
-                instance["_current_fx_name"] = before
-    written = [name for effect in effects for name in effect.restore()]
-    if strict and not trace.silent:
-        refuse_writes(written, f"{cls.__name__}.{fx}")
-    if generators is not None:
-        _refuse_host_draws(generators, f"{cls.__name__}.{fx}")
-    return result
-
-
-def _generator_states() -> tuple[Any, Any, Any]:
-    import sys
-
-    torch = sys.modules.get("torch")
-    return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
-
-
-def _refuse_host_draws(before: tuple[Any, Any, Any], where: str) -> None:
-    after = _generator_states()
-    drew = []
-    if before[0] != after[0]:
-        drew.append("random")
-    if any(not np.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True)):
-        drew.append("numpy.random")
-    if before[2] is not None and after[2] is not None and not bool((before[2] == after[2]).all()):
-        drew.append("torch")
-    if drew:
-        raise RuntimeError(
-            f"`{where}` drew random numbers from {', '.join(drew)}. The step is compiled: the same numbers would be "
-            "used at "
-            "every step. Draw with `jax.random.*(self.next_rng(), ...)`, which gives a new key at every call and step."
-        )
-
-
 def _normalise_loss(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
     """The loss and the further entries of a training step's return value; loss None means "skip"."""
     if result is None:
@@ -254,7 +82,7 @@ def _normalise_loss(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
             "optax "
             "from the arrays of the batch."
         )
-    if not _is_array(loss):
+    if not is_array(loss):
         raise MisconfigurationException(
             f"In automatic optimization `{where}` must return a scalar array, a dict with 'loss', or None (to skip the "
             f"update). Received: {type(loss).__name__} {loss!r:.80}."

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxlightning.compile import batch as batches
-from jaxlightning.compile.core import run_user_step, step_key
 from jaxlightning.compile.paths import flatten, merge
+from jaxlightning.compile.run_step import run_user_step, step_key
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import weak_integers
 from jaxlightning.utilities.rank_zero import rank_zero_warn
@@ -73,8 +73,9 @@ def verify_restored(
     rest = {name: tree for name, tree in params.items() if name not in names}
     rest_variables = {name: tree for name, tree in variables.items() if name not in names}
     made = jax.eval_shape(create, rest, rest_variables, *args) if engine.jit else create(rest, rest_variables, *args)
-    want = flatten({"params": made[0], "variables": made[1]})
-    have = flatten({"params": {n: params[n] for n in created}, "variables": {n: variables.get(n, {}) for n in created}})
+    judged = created & names  # what the checkpoint does not have at all is created later, like without a checkpoint
+    want = flatten({"params": {n: made[0][n] for n in judged}, "variables": {n: made[1].get(n, {}) for n in judged}})
+    have = flatten({"params": {n: params[n] for n in judged}, "variables": {n: variables.get(n, {}) for n in judged}})
     missing = [f"missing: {path} {tuple(want[path].shape)}" for path in want if path not in have]
     differing = [
         f"differing: {path} is {tuple(have[path].shape)} in the checkpoint, {tuple(want[path].shape)} here"
@@ -94,10 +95,10 @@ def verify_restored(
     if missing:
         fresh = _run(engine, create)(rest, rest_variables, *args)
         engine.take_created(
-            {**params, **{n: merge(fresh[0][n], params[n]) for n in created}},
-            {**variables, **{n: merge(fresh[1][n], variables.get(n, {})) for n in created}},
+            {**params, **{n: merge(fresh[0][n], params[n]) for n in judged}},
+            {**variables, **{n: merge(fresh[1][n], variables.get(n, {})) for n in judged}},
         )
-    return created
+    return judged
 
 
 def _creator(

@@ -434,7 +434,7 @@ class Engine(EngineState):
         table = self._table(stage)
         slots = [table.add(meta) for meta, _, _ in rows]
         table.capacity = max(table.capacity, table.needed)
-        acc = table.identity(accumulator_dtype())
+        acc = table.identity(float_dtype())
         for slot, (_, value, weight) in zip(slots, rows, strict=True):
             acc[:, slot] = value, weight
         self._set_accumulators(stage, self.strategy.put(acc))

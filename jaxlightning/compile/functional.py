@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlightning.compile import core
-from jaxlightning.compile.core import FLOATS, EvalOptions, StepInfo, TrainOptions
+from jaxlightning.compile.core import FLOATS, EvalOptions, TrainOptions
 from jaxlightning.compile.engine import Engine
 from jaxlightning.compile.packing import BLOCK, SlotTable, float_dtype
+from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import Scalars
 

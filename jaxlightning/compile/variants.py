@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxlightning.compile import batch as batches
 from jaxlightning.compile import core
-from jaxlightning.compile.core import EvalOptions, StepInfo, TrainOptions
+from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.packing import SlotTable
+from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import Scalars
 

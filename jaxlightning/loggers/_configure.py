@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxlightning.loggers.csv_logs import CSVLogger
+from jaxlightning.loggers.logger import Logger
 from jaxlightning.loggers.tensorboard import TensorBoardLogger
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
-__all__ = ["call_loggers", "configure_loggers", "log_hyperparams", "logger_version"]
+__all__ = ["call_loggers", "configure_loggers", "log_hyperparams", "logger_version", "resume_loggers"]
 
 # What the trainer and the checkpoint callback call on every logger.
 _NEEDED = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
@@ -94,6 +95,16 @@ def call_loggers(loggers: Iterable[Any], method: str, *args: Any, **kwargs: Any)
         function = getattr(logger, method, None)
         if function is not None:
             function(*args, **kwargs)
+
+
+def resume_loggers(loggers: Iterable[Any], step: int | None = None) -> None:
+    """Tell our loggers that the run continues another one; those of other packages know nothing of it.
+
+    Args:
+        loggers: The loggers.
+        step: The first step that will be recorded again; None before anything is opened.
+    """
+    call_loggers((logger for logger in loggers if isinstance(logger, Logger)), "resume", step)
 
 
 def log_hyperparams(trainer: Any) -> None:

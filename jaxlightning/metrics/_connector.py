@@ -12,17 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxlightning.compile.trace import current_trace
 from jaxlightning.metrics._dictionaries import MetricDictionaries
 from jaxlightning.metrics._emission import Emission, EmissionQueue, may_be_late
+from jaxlightning.metrics._entries import Owner, StepValues
 from jaxlightning.metrics._logging import log_in_trace, resolve_call, step_value, warn_barebones
-from jaxlightning.metrics._objects import PASSED, find_metric
+from jaxlightning.metrics._objects import PASSED, refuse_torchmetrics
 from jaxlightning.metrics._refs import Ref, Snapshot, resolve_in_place, to_scalar
-from jaxlightning.metrics._results import ResultCollection, StepValues
+from jaxlightning.metrics._results import ResultCollection
 from jaxlightning.metrics._values import check_loggable
-from jaxlightning.metrics.metric import Metric
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.warnings import WarningCache
 
@@ -45,6 +44,7 @@ class LoggerConnector:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._owner = Owner(trainer)
         self.late_emission: bool | None = None
         self.eval_results: list[dict[str, float]] = []
         self._public = MetricDictionaries()
@@ -104,10 +104,15 @@ class LoggerConnector:
 
         Args:
             fn: What the trainer is about to do; only for symmetry with the loops, every run starts empty.
+
+        Raises:
+            MisconfigurationException: If the module holds objects of torchmetrics.
         """
+        refuse_torchmetrics(self._trainer.lightning_module)
         self._queue.drop()
-        for results in self._collections.values():
+        for stage, results in self._collections.items():
             results.reset()
+            self._owner.reset_accumulators(stage)
         self._collections.clear()
         self._warnings.clear()
         self.late_emission = None
@@ -382,20 +387,9 @@ class LoggerConnector:
                 self._queue.flush()
                 self._public.update(before.new_step_items())
         if results is None:
-            results = ResultCollection(stage, self._read_accumulators, self._reset_accumulators, self._find_metric)
+            results = ResultCollection(stage, self._owner)
             self._collections[stage] = results
         return results
-
-    def _read_accumulators(self, stage: str) -> np.ndarray[Any, Any]:
-        return np.asarray(self._trainer.lightning_module._engine.read_accumulators(stage))
-
-    def _find_metric(self, path: str) -> Metric:
-        return find_metric(self._trainer.lightning_module, path)
-
-    def _reset_accumulators(self, stage: str) -> None:
-        engine = getattr(self._trainer.lightning_module, "_engine", None)
-        if engine is not None:
-            engine.reset_accumulators(stage)
 
     # --- Checkpoints ---
 
@@ -412,7 +406,7 @@ class LoggerConnector:
         """
         self._collections.pop("train", None)
         results = self._enter("train")
-        results.load_state_dict(state, self._preload_accumulators)
+        results.load_state_dict(state)
 
     def public_state_dict(self) -> dict[str, dict[str, Any]]:
         """The three dictionaries, as plain values; fetched from the device."""
@@ -421,10 +415,6 @@ class LoggerConnector:
     def load_public_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Show the values of an interrupted run until newer ones come."""
         self._public.load_state_dict(state)
-
-    def _preload_accumulators(self, stage: str, rows: list[tuple[Any, Any, Any]]) -> list[int]:
-        slots: list[int] = self._trainer.lightning_module._engine.preload_accumulators(stage, rows)
-        return slots
 
     # --- The end ---
 
@@ -439,8 +429,9 @@ class LoggerConnector:
 
     def __getstate__(self) -> dict[str, Any]:
         self.teardown()
-        return {**self.__dict__, "_collections": {}, "_queue": None, "_stage": None}
+        return {**self.__dict__, "_collections": {}, "_owner": None, "_queue": None, "_stage": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._owner = Owner(self._trainer)
         self._queue = EmissionQueue(self._send, self._public.show)

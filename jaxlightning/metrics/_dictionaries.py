@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlightning.metrics._entries import Items
 from jaxlightning.metrics._refs import resolve_in_place, to_scalar
-from jaxlightning.metrics._results import Items
 
 __all__ = ["MetricDictionaries"]
 

@@ -163,9 +163,9 @@ def step_value(call: LogCall) -> Any:
     found = traced_values(call.trace).get(call.value._token)
     if found is None:
         raise MisconfigurationException(
-            f"`self.log({call.meta.name!r}, metric, on_step=True)` in `{call.meta.fx}`: the metric has no value of this "
-            "batch, because it was not called. Call it (`self.metric(preds, target)`) before logging it, or log it with "
-            "`on_step=False, on_epoch=True`."
+            f"`self.log({call.meta.name!r}, metric, on_step=True)` in `{call.meta.fx}`: the metric has no value of "
+            "this batch, because it was not called. Call it (`self.metric(preds, target)`) before logging it, or log "
+            "it with `on_step=False, on_epoch=True`."
         )
     return _scalar(call.meta.name, found)
 

@@ -12,12 +12,26 @@ from jaxlightning.metrics.collection import MetricCollection
 from jaxlightning.metrics.metric import Metric, live_metric, merge_states
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
-__all__ = ["PASSED", "absorb_states", "attribute_of", "find_metric", "merge_passed", "refuse_foreign_metric"]
+__all__ = [
+    "PASSED",
+    "absorb_states",
+    "attribute_of",
+    "find_metric",
+    "merge_passed",
+    "refuse_foreign_metric",
+    "refuse_torchmetrics",
+]
 
 PASSED = "<passed to self.log>"
 """Stands where the attribute's path would, for metric values that are merged under the key they were logged with."""
 
 _MAX_DEPTH = 4
+_OURS = (
+    *("Accuracy", "Precision", "Recall", "F1Score", "AUROC", "ConfusionMatrix"),
+    *("BinaryAccuracy", "MulticlassAccuracy", "MultilabelAccuracy"),
+    *("MeanSquaredError", "MeanAbsoluteError", "R2Score"),
+    *("MeanMetric", "SumMetric", "MaxMetric", "MinMetric", "MetricCollection"),
+)
 
 
 def refuse_foreign_metric(name: str, value: Any) -> None:
@@ -42,9 +56,28 @@ def refuse_foreign_metric(name: str, value: Any) -> None:
         )
     if not callable(getattr(value, "merge", None)):
         raise ValueError(
-            f"`self.log({name!r}, ...)` received a `{kind}` with `compute` but without `merge`, so that values of several "
-            "batches cannot be joined. Use a metric of `jaxlightning.metrics`, or one like clu's."
+            f"`self.log({name!r}, ...)` received a `{kind}` with `compute` but without `merge`, so that values of "
+            "several batches cannot be joined. Use a metric of `jaxlightning.metrics`, or one like clu's."
         )
+
+
+def refuse_torchmetrics(module: Any) -> None:
+    """Refuse a module that holds objects of torchmetrics.
+
+    Raises:
+        MisconfigurationException: If it holds one; the attribute is named.
+    """
+    for name, value in vars(module).items():
+        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
+        for item in items:
+            if any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(item).__mro__):
+                kind = type(item).__name__
+                raise MisconfigurationException(
+                    f"`{type(module).__name__}.{name}` holds the torchmetrics object `{kind}`, which works on torch "
+                    "tensors and cannot be part of a step compiled by JAX. `jaxlightning.metrics` has metrics of the "
+                    f"same names and arguments: {'use' if kind in _OURS else 'among them'} "
+                    f"{f'`jaxlightning.metrics.{kind}`' if kind in _OURS else ', '.join(_OURS)}."
+                )
 
 
 def metrics_of(owner: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Metric]]:
@@ -98,8 +131,8 @@ def attribute_of(module: Any, name: str, metric: Metric, given: str | None) -> s
             f"The metrics on `{type(module).__name__}` are {paths}."
         )
     raise MisconfigurationException(
-        f"Could not find the `LightningModule` attribute for the `{type(metric).__name__}` logged as {name!r}: its state "
-        f"has to outlive the step, so it must be made in `__init__` and kept on `self`. The metrics on "
+        f"Could not find the `LightningModule` attribute for the `{type(metric).__name__}` logged as {name!r}: its "
+        f"state has to outlive the step, so it must be made in `__init__` and kept on `self`. The metrics on "
         f"`{type(module).__name__}` are {paths}."
     )
 

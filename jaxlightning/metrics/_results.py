@@ -7,77 +7,21 @@ the epoch reductions live in the engine's accumulators until somebody asks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxlightning.compile.log_plan import LogKey, LogMeta, LogPlan
+from jaxlightning.metrics._entries import Entry, Items, KnownPlans, Owner, StepValues, reduced, storage_key
 from jaxlightning.metrics._host_value import HostValue
 from jaxlightning.metrics._objects import PASSED, absorb_states, merge_passed
 from jaxlightning.metrics._refs import Ref, Snapshot, fetch, resolve, resolve_in_place, to_scalar
 from jaxlightning.metrics._values import default_dtype
-from jaxlightning.metrics.metric import Metric
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
-__all__ = ["Entry", "Items", "ResultCollection", "StepValues"]
-
-
-class StepValues(Protocol):
-    """What a compiled step hands over: which keys it logged, and their values in one vector."""
-
-    plan: LogPlan
-    values: Any
-    states: Any
-
-
-@dataclass(slots=True)
-class Entry:
-    """One logged key of a stage.
-
-    Attributes:
-        meta: The options of its first call.
-        active: Whether something was logged since the last reset.
-        slot: Its place in the packed vectors, None if no compiled step logged it since the last reset.
-        host: What host code logged under it, or None.
-        host_calls: How often host code logged it in this run.
-        passed: The merged value of metric objects that were passed to `self.log`, such as clu's.
-    """
-
-    meta: LogMeta
-    active: bool = False
-    slot: int | None = None
-    host: HostValue | None = None
-    host_calls: int = 0
-    passed: Any = None
-
-    def names(self, on_step: bool) -> tuple[str, str]:
-        """The key as the user gave it and as the loggers see it, both with the dataloader suffix where there is one."""
-        meta = self.meta
-        forked = f"_{'step' if on_step else 'epoch'}" if meta.on_step and meta.on_epoch else ""
-        suffix = ""
-        if meta.add_dataloader_idx and meta.dataloader_idx is not None:
-            suffix = f"/dataloader_idx_{meta.dataloader_idx}"
-        return f"{meta.name}{suffix}", f"{meta.name}{forked}{suffix}"
-
-
-@dataclass(slots=True)
-class Items:
-    """The three views of what is logged at a moment; values are numbers or `Ref`s.
-
-    Attributes:
-        callback: For callbacks (`trainer.callback_metrics`).
-        log: For loggers.
-        bar: For the progress bar.
-        versions: For every name in `callback` what tells this measurement from the next.
-    """
-
-    callback: dict[str, Any] = field(default_factory=dict)
-    log: dict[str, Any] = field(default_factory=dict)
-    bar: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, Any] = field(default_factory=dict)
+__all__ = ["ResultCollection"]
 
 
 class ResultCollection:
@@ -85,18 +29,10 @@ class ResultCollection:
 
     Args:
         stage: `"train"`, `"validate"`, `"test"` or `"sanity_check"`.
-        read_accumulators: Reads the engine's accumulators of the stage, shape [2, capacity]; one device read.
-        reset_accumulators: Puts them back to their neutral values.
-        find_metric: Gives the metric object at a path on the module.
+        owner: Gives the engine's accumulators and the metric objects of the module.
     """
 
-    def __init__(
-        self,
-        stage: str,
-        read_accumulators: Callable[[str], np.ndarray[Any, Any]],
-        reset_accumulators: Callable[[str], None],
-        find_metric: Callable[[str], Metric],
-    ) -> None:
+    def __init__(self, stage: str, owner: Owner) -> None:
         self.stage = stage
         self.training = stage == "train"
         self.batch: Any = None
@@ -116,14 +52,12 @@ class ResultCollection:
         self._snapshot: Snapshot | None = None
         # Steps of the run so far: with it a step value tells whether it is a new one.
         self._steps = 0
-        self._known = _KnownPlans()
+        self._known = KnownPlans()
         self._canonical: LogPlan | None = None
         self._older: dict[int, tuple[LogPlan, Snapshot, int]] = {}
         self._active_plans: set[int] = set()
         self._accumulators: np.ndarray[Any, Any] | None = None
-        self._read_accumulators = read_accumulators
-        self._reset_accumulators = reset_accumulators
-        self._find_metric = find_metric
+        self._owner = owner
 
     # --- Logging ---
 
@@ -133,7 +67,7 @@ class ResultCollection:
         Raises:
             MisconfigurationException: If the key was logged before with other options.
         """
-        key = _storage_key(meta)
+        key = storage_key(meta)
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = Entry(meta)
@@ -176,7 +110,7 @@ class ResultCollection:
 
     def _take_states(self, out: StepValues) -> None:
         for meta, value in absorb_states(out.plan.states, out.states):
-            entry = self._entries[_storage_key(meta)]
+            entry = self._entries[storage_key(meta)]
             entry.passed = value if entry.passed is None else merge_passed(entry.passed, value)
 
     def _switch_plan(self, plan: LogPlan) -> None:
@@ -198,6 +132,8 @@ class ResultCollection:
 
     def _activate(self, entry: Entry) -> None:
         entry.active = True
+        if entry.meta.metric is not None and entry.meta.metric != PASSED:
+            entry.metric = self._owner.find_metric(entry.meta.metric)
         self.step_log = self.step_log or (entry.meta.on_step and entry.meta.logger)
 
     # --- Reading ---
@@ -238,7 +174,7 @@ class ResultCollection:
             if entry.meta.metric is not None:
                 self._put(items, entry, self._metric_value(entry), self._steps, on_step=False)
                 continue
-            value = _reduced(entry.meta.reduce_fx, list(self._rows(entry)))
+            value = reduced(entry.meta.reduce_fx, list(self._rows(entry)))
             if value is not None:
                 self._put(items, entry, value, self._steps, on_step=False)
         resolve_in_place(items.callback, items.log, items.bar)  # the values of metric objects
@@ -246,8 +182,7 @@ class ResultCollection:
 
     def _metric_value(self, entry: Entry) -> Any:
         """The epoch value of a metric object, still on the device."""
-        path = entry.meta.metric
-        value = entry.passed.compute() if path == PASSED else self._find_metric(path or "").compute()
+        value = entry.passed.compute() if entry.metric is None else entry.metric.compute()
         if not isinstance(value, jax.Array | np.ndarray | np.generic) or value.size != 1:
             shape = getattr(value, "shape", None)
             raise ValueError(
@@ -260,7 +195,7 @@ class ResultCollection:
     def _rows(self, entry: Entry) -> Iterator[tuple[Any, Any]]:
         if entry.slot is not None:
             if self._accumulators is None:
-                self._accumulators = np.asarray(self._read_accumulators(self.stage))
+                self._accumulators = np.asarray(self._owner.read_accumulators(self.stage))
             yield self._accumulators[0, entry.slot], self._accumulators[1, entry.slot]
         if entry.host is not None and entry.host.total is not None:
             yield entry.host.row()
@@ -325,30 +260,20 @@ class ResultCollection:
                     "total": host[0],
                     "weight": host[1],
                     "step": to_scalar(step) if entry.meta.on_step else None,
-                    "state": self._saved_state(entry),
+                    "state": None if entry.metric is None else _as_lists(entry.metric.state),
                 }
             )
         return saved
 
-    def _saved_state(self, entry: Entry) -> dict[str, Any] | None:
-        """The state of a metric object on the module, as lists."""
-        if entry.meta.metric in (None, PASSED):
-            return None
-        state = jax.device_get(self._find_metric(entry.meta.metric or "").state)
-        return {name: np.asarray(value).tolist() for name, value in state.items()}
-
-    def load_state_dict(
-        self, state: list[dict[str, Any]], preload: Callable[[str, list[tuple[LogMeta, Any, Any]]], list[int]]
-    ) -> None:
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         """Continue from what `state_dict` gave; sums of compiled steps go on where they were, in the same order.
 
         Args:
             state: From `state_dict`.
-            preload: Puts sums and weights of keys into the accumulators of a stage and returns their slots.
         """
         self.reset()
         on_device = [saved for saved in state if saved["on_device"]]
-        slots = preload(
+        slots = self._owner.preload_accumulators(
             self.stage, [(LogMeta(**saved["meta"]), *(saved["device"] or (0.0, 0.0))) for saved in on_device]
         )
         places = {id(saved): slot for saved, slot in zip(on_device, slots, strict=True)}
@@ -356,9 +281,9 @@ class ResultCollection:
             entry = self.register(LogMeta(**saved["meta"]))
             entry.slot = places.get(id(saved))
             entry.host = HostValue.restored(entry.meta.reduce_fx, saved["total"], saved["weight"], saved["step"])
-            if saved.get("state") is not None:
-                self._find_metric(entry.meta.metric or "").state = saved["state"]
             self._activate(entry)
+            if entry.metric is not None:
+                entry.metric.state = saved["state"]
         self._preloaded = bool(on_device)
         self._fresh = bool(state)
         self.first_batch = False if state else None
@@ -375,15 +300,9 @@ class ResultCollection:
     def reset(self) -> None:
         """Forget all values; the options of known keys and their order stay."""
         for entry in self._entries.values():
-            entry.active = False
-            entry.slot = None
-            entry.passed = None
-            if entry.meta.metric not in (None, PASSED):
-                self._find_metric(entry.meta.metric or "").reset()
-            if entry.host is not None:
-                entry.host.reset()
+            entry.reset()
         if self._plan is not None or self._preloaded:
-            self._reset_accumulators(self.stage)
+            self._owner.reset_accumulators(self.stage)
         self._preloaded = False
         self.step_log = self._fresh = False
         self.first_batch = None
@@ -393,48 +312,5 @@ class ResultCollection:
         self._active_plans.clear()
 
 
-def _storage_key(meta: LogMeta) -> LogKey:
-    return (meta.fx, meta.name, meta.dataloader_idx if meta.add_dataloader_idx else None)
-
-
-class _KnownPlans:
-    """One object for all equal plans, found by identity first: comparing plans looks at every key.
-
-    Compiled variants hand over the same few objects again and again; an eager step makes a new, equal one each time.
-    """
-
-    def __init__(self) -> None:
-        self._by_value: dict[LogPlan, LogPlan] = {}
-        self._by_id: dict[int, tuple[LogPlan, LogPlan]] = {}
-
-    def canonical(self, plan: LogPlan) -> LogPlan:
-        found = self._by_id.get(id(plan))
-        if found is not None:
-            return found[1]
-        known = self._by_value.setdefault(plan, plan)
-        if len(self._by_id) >= 64:
-            self._by_id.clear()
-        self._by_id[id(plan)] = (plan, known)  # holds the plan, so that its id stays its own
-        return known
-
-
-def _combined(reduction: str, rows: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """One `(total, weight)` from those of device and host; `(None, 0)` if there are none."""
-    if not rows:
-        return None, 0
-    total, weight = rows[0]
-    for other, more in rows[1:]:
-        weight = weight + more
-        if reduction in ("mean", "sum"):
-            total = total + other
-        else:
-            total = (np.minimum if reduction == "min" else np.maximum)(total, other)
-    return total, weight
-
-
-def _reduced(reduction: str, rows: list[tuple[Any, Any]]) -> Any:
-    total, weight = _combined(reduction, rows)
-    if total is None or reduction != "mean":
-        return total
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.divide(total, weight, dtype=total.dtype if isinstance(total, np.generic) else None)
+def _as_lists(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: np.asarray(value).tolist() for name, value in jax.device_get(state).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -31,7 +32,28 @@ def print_results(results: Sequence[Mapping[str, float]], stage: str) -> None:
         chosen = slice(start, start + per_table)
         head = [f"{stage} metric".capitalize(), *headers[chosen]]
         rows = [[name, *(_text(column.get(name)) for column in columns[chosen])] for name in names]
-        print(os.linesep.join(_lines(head, rows, width, terminal)))
+        if _rich_is_there():
+            _print_rich(head, rows, width)
+        else:
+            print(os.linesep.join(_lines(head, rows, width, terminal)))
+
+
+def _rich_is_there() -> bool:
+    return importlib.util.find_spec("rich") is not None
+
+
+def _print_rich(head: list[str], rows: list[list[str]], width: int) -> None:
+    from rich import get_console
+    from rich.table import Column, Table
+
+    styles = ["cyan", *["magenta"] * (len(head) - 1)]
+    columns = [
+        Column(text, justify="center", style=style, width=width) for text, style in zip(head, styles, strict=True)
+    ]
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    get_console().print(table)
 
 
 def _text(value: float | None) -> str:

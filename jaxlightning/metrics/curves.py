@@ -212,9 +212,11 @@ class _Curve(Metric):
         }
 
     def _areas(self, state: State) -> jax.Array:
-        tpr = jnp.flip(safe_divide(state["tp"], state["positives"]), 0)
-        fpr = jnp.flip(safe_divide(state["fp"], state["negatives"]), 0)
-        return jnp.sum((fpr[1:] - fpr[:-1]) * (tpr[1:] + tpr[:-1]) / 2, axis=0)
+        # The trapezoids are formed from counts and divided once: the differences of rates round, and a compiler that
+        # contracts them leaves a residue at every threshold where nothing changes.
+        tp, fp = state["tp"], state["fp"]
+        twice = jnp.sum((fp[:-1] - fp[1:]).astype(jnp.float32) * (tp[:-1] + tp[1:]).astype(jnp.float32), axis=0)
+        return safe_divide(safe_divide(twice, 2 * state["positives"]), state["negatives"])
 
     def _averaged(self, state: State, average: str | None) -> Any:
         areas = self._areas(state)

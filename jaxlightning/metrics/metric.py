@@ -177,8 +177,8 @@ class Metric(ABC):
             return False
         if trace.kind == "predict":
             raise NotImplementedError(
-                f"`{type(self).__name__}` was called in `predict_step`, which keeps no metrics. Call it in `test_step`, or "
-                "on the predictions in `on_predict_batch_end`."
+                f"`{type(self).__name__}` was called in `predict_step`, which keeps no metrics. Call it in "
+                "`test_step`, or on the predictions in `on_predict_batch_end`."
             )
         if value is not None:
             traced_values(trace)[self._token] = value

@@ -39,7 +39,7 @@ QUIET: dict[str, Any] = {
 def numbers(kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Inputs in float64 and classes; images are channels first, as torch has them."""
     rng = np.random.default_rng(0)
-    shape = (SAMPLES, 6) if kind == "mlp" else (SAMPLES, 2, 6, 6)
+    shape = (SAMPLES, 6) if kind == "mlp" else (SAMPLES, 3, 6, 6)
     return rng.standard_normal(shape), rng.integers(0, CLASSES, SAMPLES)
 
 
@@ -57,7 +57,7 @@ def torch_net(kind: str) -> torch.nn.Module:
             layers = [torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)]
         else:
             layers = [
-                torch.nn.Conv2d(2, 4, 3, padding=1),
+                torch.nn.Conv2d(3, 4, 3, padding=1),
                 torch.nn.ReLU(),
                 torch.nn.Conv2d(4, 6, 3, stride=2, padding=1),
                 torch.nn.ReLU(),
@@ -103,7 +103,7 @@ class Cnn(nnx.Module):
 
     def __init__(self, dtype: Any) -> None:
         rngs = nnx.Rngs(0)
-        self.conv1 = nnx.Conv(2, 4, (3, 3), padding=1, param_dtype=dtype, rngs=rngs)
+        self.conv1 = nnx.Conv(3, 4, (3, 3), padding=1, param_dtype=dtype, rngs=rngs)
         self.conv2 = nnx.Conv(4, 6, (3, 3), strides=2, padding=1, param_dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(6, CLASSES, param_dtype=dtype, rngs=rngs)
         for layer, (kernel, bias) in zip((self.conv1, self.conv2, self.head), initial("cnn"), strict=True):

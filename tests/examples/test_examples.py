@@ -155,5 +155,5 @@ def test_a_shortened_training_reaches_its_threshold(load, data: Path, tmp_path: 
     options = ["--epochs", "2", "--batch-size", "64", "--quiet", "--data", str(data), "--output", str(tmp_path)]
     options += ["--limit", "12000"] if found else []
     accuracy = load("fashion_mnist_linen").main(options)
-    # Measured for seeds 0 to 2: at least 0.85 on 12,000 images of Fashion-MNIST; the digits take 45 steps.
-    assert accuracy > (0.82 if found else 0.8)
+    # Measured for seeds 0 to 2: 0.868 to 0.871 on 12,000 images of Fashion-MNIST, 0.964 to 0.975 on the digits.
+    assert accuracy > (0.85 if found else 0.93)

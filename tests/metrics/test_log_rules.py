@@ -369,7 +369,13 @@ def test_a_logger_is_missed_only_when_it_is_asked_for(fake: Any) -> None:
         fake.Trainer(Module()).fit(fake.batches(2))
 
 
+@pytest.mark.lightning
 def test_options_that_cannot_work_say_so(fake: Any) -> None:
+    import torchmetrics
+    from flax import nnx
+
+    from jaxlightning.metrics import SumMetric
+
     class Metric:
         def update(self, x: Any) -> None: ...
         def compute(self) -> float:
@@ -379,12 +385,22 @@ def test_options_that_cannot_work_say_so(fake: Any) -> None:
         option: dict[str, Any] = {}
 
         def on_train_epoch_end(self) -> None:
-            self.log("m", **self.option)
+            option = dict(self.option)
+            make = option.pop("make", None)
+            self.log("m", **({"value": make()} if make else {}), **option)
 
-    for option, expected in (({"value": Metric()}, "metric object"), ({"value": 1.0, "sync_dist_group": 1}, "groups")):
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"value": Metric()}, ValueError, "without `merge`"),
+        ({"value": 1.0, "sync_dist_group": 1}, NotImplementedError, "groups"),
+        ({"value": 1.0, "metric_attribute": "acc"}, MisconfigurationException, "no metric object"),
+        ({"make": SumMetric}, MisconfigurationException, "Could not find the `LightningModule` attribute"),
+        ({"value": nnx.metrics.Average()}, NotImplementedError, "nnx metric"),
+        ({"value": torchmetrics.SumMetric()}, MisconfigurationException, "metrics of the same names"),
+    ]
+    for option, error, expected in cases:
         module = Module()
         module.option = option
-        with pytest.raises(NotImplementedError, match=expected):
+        with pytest.raises(error, match=expected):
             fake.Trainer(module).fit(fake.batches(2))
 
 

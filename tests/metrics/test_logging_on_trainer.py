@@ -345,3 +345,67 @@ def test_evaluations_return_the_recorded_results(fake: Any, tmp_path: Path, load
     assert results[0][key] == expected["returned"][0][key]
     assert list(trainer.callback_metrics) == list(expected["callback_metrics"])
     assert list(trainer.logged_metrics) == list(expected["logged_metrics"])
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_a_resumed_run_goes_on_in_its_files(tmp_path: Path) -> None:
+    """LO05 in DIFFERENCES; TensorBoard hides what comes again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def trainer(directory: Path, epochs: int) -> pl.Trainer:
+        loggers = [CSVLogger(directory, version=0), TensorBoardLogger(directory, name="tb", version=0)]
+        flags = {"max_epochs": epochs, "log_every_n_steps": 1, "num_sanity_val_steps": 0, **QUIET}
+        return pl.Trainer(default_root_dir=directory, logger=loggers, enable_checkpointing=False, **flags)
+
+    def rows(directory: Path) -> Any:
+        return _numbers((directory / "lightning_logs/version_0/metrics.csv").read_text())
+
+    def scalars(directory: Path) -> Any:
+        events = EventAccumulator(str(directory / "tb/version_0"))
+        events.Reload()
+        return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+    class Module(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", self.current_epoch * 10.0 + batch_idx, on_step=True, on_epoch=True)
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", self.current_epoch * 10.0)
+
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    trainer(straight, 3).fit(Module())
+    first = trainer(broken, 1)
+    first.fit(Module())
+    first.save_checkpoint(broken / "last.ckpt")
+    lost = trainer(broken, 2)
+    lost.fit(Module(), ckpt_path=broken / "last.ckpt")  # this second epoch will be run again
+    assert rows(broken) == rows(straight)[: len(rows(straight)) // 3 * 2]
+    trainer(broken, 3).fit(Module(), ckpt_path=broken / "last.ckpt")
+    assert rows(broken) == rows(straight)
+    assert scalars(broken) == scalars(straight)
+
+
+@pytest.mark.lightning
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_loggers_of_lightning_record_the_same(tmp_path: Path) -> None:
+    from lightning.pytorch import loggers as theirs
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    pairs = (
+        (CSVLogger(tmp_path / "a"), theirs.CSVLogger(tmp_path / "b")),
+        (TensorBoardLogger(tmp_path / "a", name="tb"), theirs.TensorBoardLogger(tmp_path / "b", name="tb")),
+    )
+    for logger in [logger for pair in zip(*pairs, strict=True) for logger in pair]:
+        flags = {"max_epochs": 2, "log_every_n_steps": 2, "enable_checkpointing": False, **QUIET}
+        trainer = pl.Trainer(default_root_dir=tmp_path, logger=logger, **flags)
+        trainer.fit(LogModule())
+        assert trainer.logger is logger
+    ours_csv, theirs_csv = (Path(logger.log_dir, "metrics.csv").read_text() for logger in pairs[0])
+    assert ours_csv == theirs_csv
+    read = []
+    for logger in pairs[1]:
+        events = EventAccumulator(logger.log_dir)
+        events.Reload()
+        read.append({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]})
+    assert read[0] == read[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxlightning.metrics import print_results
+from jaxlightning.metrics import _table, print_results
 
 LIGHTNING = pytest.mark.lightning
 
@@ -13,6 +13,7 @@ def test_metrics_are_rows_in_order_and_loaders_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(_table, "_rich_is_there", lambda: False)
     print_results([{"b/dataloader_idx_0": 1.0, "a": 0.5}, {"b/dataloader_idx_1": 2.0, "only": 3.0}], "test")
     rule, head, _, *rows, last = capsys.readouterr().out.splitlines()
     assert rule == last == "─" * 120
@@ -32,6 +33,7 @@ def test_the_plain_table_is_lightnings(capsys: pytest.CaptureFixture[str], monke
 
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(reference, "_RICH_AVAILABLE", False)
+    monkeypatch.setattr(_table, "_rich_is_there", lambda: False)
     cases = [
         [{"loss": 0.25, "acc": 1.0}],
         [{"a/dataloader_idx_0": 3.5, "end": 9.0}, {"a/dataloader_idx_1": 21.0, "end": 9.0}],

@@ -114,9 +114,8 @@ def test_batch_size_and_workers_reach_an_init_that_takes_them() -> None:
 
 def test_a_datamodule_describes_itself() -> None:
     text = str(Data(size=6))
-    assert "Data" in text
-    assert "name=train" in text
-    assert "size=" in text
+    assert "{Train dataloader: size=" in text
+    assert "{Predict dataloader: None}" in text
 
 
 @pytest.mark.lightning

@@ -195,7 +195,6 @@ def _expect_misconfiguration(config: Config, expected: Result, got: Result) -> N
 
 RULES = (
     Rule(name="GA02", applies=_accumulates, adapt=_divide_by_real_count),
-    Rule(name="LP18", applies=_ends_early, configure=_state_true_length, rewrite=_forget_lengths),
     Rule(
         name="MC20",
         applies=lambda config: bool(config["flags"].get("fast_dev_run")),
@@ -203,6 +202,7 @@ RULES = (
     ),
     Rule(name="MC15", applies=_saves_at_steps_by_metric, rewrite=_drop_saving),
     Rule(name="ES06", applies=_stops_with_minimum, adapt=_decide_anew),
+    Rule(name="LP18", applies=_ends_early, configure=_state_true_length, rewrite=_forget_lengths),
     Rule(
         name="TF21",
         applies=lambda config: (

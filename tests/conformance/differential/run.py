@@ -50,6 +50,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:60", help="first:last (last not included), or numbers with commas")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     parser.add_argument("--show", action="store_true", help="print the configurations")
+    parser.add_argument("--progress", action="store_true", help="print a line per seed to stderr")
     options = parser.parse_args()
     first, colon, last = options.seeds.partition(":")
     seeds = range(int(first), int(last)) if colon else [int(seed) for seed in options.seeds.split(",")]
@@ -57,6 +58,8 @@ def main() -> int:
     failed, total = [], 0.0
     for seed, seconds, lines in _results(seeds, options.jobs):
         total += seconds
+        if options.progress:
+            print(f"{seed}: {len(lines)} lines, {seconds:.1f} s", file=sys.stderr, flush=True)
         if lines:
             failed.append(seed)
             print(f"seed {seed} ({seconds:.1f} s) differs:")
