@@ -3,7 +3,7 @@
 - `networks`, `nnx_networks`, `binding`: Flax networks on a module, bound to the variables of a trace
 - `trace`, `effects`, `explain`: what a step reads, logs and must not do
 - `run_step`, `core`, `packing`, `state`: one run of a step, and the pure step functions
-- `variants`, `creation`, `engine_state`, `engine`: compiled steps and the state carried between them
+- `variants`, `creation`, `engine_state`, `engine_logs`, `engine`: compiled steps and the state carried between them
 - `functional`: the same pure functions for people with a loop of their own
 """
 

@@ -8,7 +8,6 @@ read or write between steps (parameters, checkpoints) is in `engine_state`.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,24 +18,15 @@ from jaxlightning.compile import batch as batches
 from jaxlightning.compile.binding import Binding
 from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.creation import create_variables, verify_restored
-from jaxlightning.compile.engine_state import EngineState
-from jaxlightning.compile.log_plan import LogKey, LogMeta, LogPlan
+from jaxlightning.compile.engine_logs import EngineLogs
+from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
-from jaxlightning.compile.packing import BLOCK, SlotTable, float_dtype
+from jaxlightning.compile.packing import SlotTable, float_dtype
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import CompiledStep, Variants
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
 __all__ = ["Engine", "StepOutput"]
-
-_log = logging.getLogger("jaxlightning")
-
-_EMPTY = LogPlan()
-
-
-def _table_name(stage: str) -> str:
-    """The sanity check runs the validation step, so both share the places of its keys."""
-    return "validate" if stage == "sanity_check" else stage
 
 
 class StepOutput:
@@ -65,7 +55,7 @@ class StepOutput:
         return None if self._tree is None else self._tree.rebuild(self._arrays)
 
 
-class Engine(EngineState):
+class Engine(EngineLogs):
     """Compiles and runs the steps of one module.
 
     Args:
@@ -370,79 +360,6 @@ class Engine(EngineState):
             "predict", batch, batch_idx=batch_idx, dataloader_idx=dataloader_idx, current_epoch=current_epoch,
             global_step=global_step, want_outputs=True,
         )  # fmt: skip
-
-    # --- logs ---------------------------------------------------------------------------------------------------
-
-    def _table(self, stage: str) -> SlotTable:
-        name = _table_name(stage)
-        table = self.tables.get(name)
-        if table is None:
-            table = self.tables[name] = SlotTable()
-            table.capacity = BLOCK
-            self.reset_accumulators(stage)
-        elif stage != "train" and self._eval_acc.get(stage) is None:
-            self.reset_accumulators(stage)
-        return table
-
-    def slots(self, stage: str) -> dict[LogKey, tuple[int, LogMeta]]:
-        """The keys that steps of a stage have logged so far, with their slots."""
-        table = self.tables.get(_table_name(stage))
-        return {} if table is None else table.slots
-
-    def read_accumulators(self, stage: str) -> np.ndarray[Any, Any]:
-        """The epoch accumulators of a stage, shape [2, capacity], in one device read; row 1 holds weights or counts."""
-        acc = self.acc if stage == "train" else self._eval_acc.get(stage)
-        if acc is None:
-            return np.zeros((2, 0), np.float32)
-        return np.asarray(jax.device_get(acc))
-
-    def reset_accumulators(self, stage: str) -> None:
-        """Starts an epoch: every accumulator of the stage is neutral again."""
-        table = self.tables.get(_table_name(stage))
-        if table is None:
-            return
-        dtype = float_dtype()
-        self._set_accumulators(stage, self.strategy.put(table.identity(dtype)))
-
-    def _set_accumulators(self, stage: str, value: Any) -> None:
-        if stage == "train":
-            self.acc = value
-        else:
-            self._eval_acc[stage] = value
-
-    def grow_accumulators(self, table: SlotTable) -> None:
-        """Makes room for new keys; what is accumulated stays."""
-        table.capacity = table.needed
-        dtype = float_dtype()
-        for stage in ("train", *self._eval_acc):
-            if self.tables.get(_table_name(stage)) is table:
-                old = self.read_accumulators(stage)
-                fresh = table.identity(dtype)
-                fresh[:, : old.shape[1]] = old
-                self._set_accumulators(stage, self.strategy.put(fresh))
-
-    def preload_accumulators(self, stage: str, rows: list[tuple[LogMeta, Any, Any]]) -> list[int]:
-        """Starts a stage's accumulators from saved numbers.
-
-        Args:
-            stage: The stage.
-            rows: For each key its options, its sum (or extreme value) and its weight.
-
-        Returns:
-            The slots of the keys.
-        """
-        table = self._table(stage)
-        slots = [table.add(meta) for meta, _, _ in rows]
-        table.capacity = max(table.capacity, table.needed)
-        acc = table.identity(float_dtype())
-        for slot, (_, value, weight) in zip(slots, rows, strict=True):
-            acc[:, slot] = value, weight
-        self._set_accumulators(stage, self.strategy.put(acc))
-        return slots
-
-    def evaluation_stages(self) -> list[tuple[str, Any]]:
-        """Evaluation stages with their live accumulators."""
-        return list(self._eval_acc.items())
 
     # --- creation and calls outside a step -------------------------------------------------------------------------
 
