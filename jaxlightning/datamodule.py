@@ -186,6 +186,8 @@ class LightningDataModule(HyperparametersMixin):
 
 
 def _describe(loaders: Any) -> str:
+    if loaders is None:
+        return "None"
     leaves, _ = flatten(loaders)
     sizes = [sized_len(getattr(loader, "dataset", loader)) for loader in leaves]
     texts = [f"size={'NA' if size is None else size}" for size in sizes]

@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.checkpoint import _contents, _host_rng, _io, _resolve, _running
+from jaxlightning.checkpoint._gather import DATAMODULE_KEYS, MODULE_KEYS, gather
 from jaxlightning.checkpoint._layout import is_remote
 from jaxlightning.checkpoint._weights import load_dictionary, load_weights_into
 from jaxlightning.checkpoint._writer import CheckpointWriter
@@ -21,13 +22,6 @@ from jaxlightning.utilities.warnings import WarningCache
 
 if TYPE_CHECKING:
     from jaxlightning.trainer import Trainer
-
-#: The version of Lightning whose dictionary this is; tools that read checkpoints look for the key.
-LIGHTNING_VERSION = "2.6.6"
-
-#: Keys of hyper-parameters: name of the argument, the values.
-MODULE_KEYS = ("hparams_name", "hyper_parameters")
-DATAMODULE_KEYS = ("datamodule_hparams_name", "datamodule_hyper_parameters")
 
 _NO_OPTIMIZERS = (
     "Trying to restore {what} state but checkpoint contains only the model. This is probably due to "
@@ -51,6 +45,7 @@ class CheckpointConnector:
         self._user_managed = False
         self._loaded: dict[str, Any] = {}
         self._metrics: dict[str, Any] | None = None
+        self._places: dict[str, _contents.Place] = {}
         self._stored: _io.StoredCheckpoint | None = None
         self._warnings = WarningCache()
         self._training = False  # between the end of restoring and the end of `fit`: saves may go on in the background
@@ -112,72 +107,8 @@ class CheckpointConnector:
         Returns:
             The dictionary; its arrays are host copies.
         """
-        from jaxlightning.loops import call
-
-        trainer, module = self.trainer, self.trainer.lightning_module
-        engine = module._require_engine()
-        sections = engine.state_dict()
-        self._places = {
-            name: place
-            for name, (place, _) in _contents.state_dict_places(sections["params"], sections["variables"]).items()
-        }
-        checkpoint: dict[str, Any] = {
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-            "pytorch-lightning_version": LIGHTNING_VERSION,
-            "state_dict": self._state_dict(sections),
-            "loops": {
-                "fit_loop": trainer.fit_loop.state_dict(),
-                "validate_loop": trainer.validate_loop.state_dict(),
-                "test_loop": trainer.test_loop.state_dict(),
-                "predict_loop": trainer.predict_loop.state_dict(),
-            },
-        }
-        if not weights_only:
-            self._dump_training_state(checkpoint, sections)
-        datamodule = trainer.datamodule
-        for obj, (name_key, values_key) in ((module, MODULE_KEYS), (datamodule, DATAMODULE_KEYS)):
-            hparams = getattr(obj, "hparams", None)
-            if obj is not None and hparams:
-                checkpoint[name_key] = getattr(obj, "_hparams_name", None)
-                checkpoint[values_key] = dict(hparams)
-        if datamodule is not None:
-            state = call.call_lightning_datamodule_hook(trainer, "state_dict")
-            if state:
-                checkpoint[type(datamodule).__qualname__] = state
-        if not weights_only:
-            call.call_callback_hooks(trainer, "on_save_checkpoint", checkpoint)
-        call.call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
+        checkpoint, self._places = gather(self.trainer, bool(weights_only))
         return checkpoint
-
-    def _state_dict(self, sections: dict[str, Any]) -> dict[str, Any]:
-        from jaxlightning.loops.call import is_overridden
-        from jaxlightning.module import JaxLightningModule
-
-        module = self.trainer.lightning_module
-        if is_overridden("state_dict", module, JaxLightningModule):
-            return dict(module.state_dict())
-        return _contents.flat_state_dict(sections["params"], sections["variables"])
-
-    def _dump_training_state(self, checkpoint: dict[str, Any], sections: dict[str, Any]) -> None:
-        trainer = self.trainer
-        states: dict[str, Any] = {}
-        for callback in trainer.callbacks:
-            state = callback.state_dict()
-            if state:
-                states[callback.state_key] = state
-        checkpoint["callbacks"] = states
-        checkpoint["optimizer_states"] = [
-            {"state": state, **handle.state_dict()}
-            for handle, state in zip(
-                trainer.optimizers, _padded(sections["optimizer_states"], len(trainer.optimizers)), strict=True
-            )
-        ]
-        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-        if sections.get("gradients") and trainer.fit_loop._should_accumulate():
-            checkpoint["gradients"] = sections["gradients"]
-        checkpoint["metrics"] = _running.collect(trainer)
-        checkpoint["rng"] = _host_rng.collect(seed=trainer.lightning_module._require_engine().seed)
 
     # --- save -------------------------------------------------------------------------------------------------------
 
@@ -380,7 +311,9 @@ class CheckpointConnector:
         for handle, state in zip(trainer.optimizers, states, strict=True):
             handle.load_state_dict({key: value for key, value in state.items() if key != "state"})
         engine = trainer.lightning_module._require_engine()
-        engine.load_optimizer_states([state.get("state", {}) for state in states])
+        saved_states = [state.get("state") for state in states]
+        if None not in saved_states:  # saved before the first step there are none, and the optimizers begin anew
+            engine.load_optimizer_states(saved_states)
         if self._loaded.get("gradients") and trainer.fit_loop.continues_epoch:
             engine.load_gradients(self._loaded["gradients"])
         for config, saved in zip(trainer.lr_scheduler_configs, self._loaded["lr_schedulers"], strict=False):
@@ -414,8 +347,3 @@ class CheckpointConnector:
     def _is_fit(self) -> bool:
         fn = self.trainer.state.fn
         return str(getattr(fn, "value", fn)) == "fit"
-
-
-def _padded(states: list[Any], count: int) -> list[Any]:
-    """Return a state for each optimizer; before the first step there are none, and an empty one is saved."""
-    return states if len(states) == count else [{} for _ in range(count)]

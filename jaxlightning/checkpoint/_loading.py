@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxlightning.checkpoint import _connector, _io
+from jaxlightning.checkpoint import _io
+from jaxlightning.checkpoint._gather import DATAMODULE_KEYS, MODULE_KEYS
 from jaxlightning.checkpoint._weights import load_dictionary, load_weights_into
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.hparams import load_hparams_from_tags_csv, load_hparams_from_yaml
@@ -47,7 +48,7 @@ def load_module_from_checkpoint(
     """
     stored = _io.StoredCheckpoint(checkpoint_path)
     checkpoint = load_dictionary(stored, training_state=_wants_everything(cls))
-    module: Any = _build(cls, checkpoint, _connector.MODULE_KEYS, hparams_file, overrides, checkpoint_path)
+    module: Any = _build(cls, checkpoint, MODULE_KEYS, hparams_file, overrides, checkpoint_path)
     own = module._strict_loading
     if own is not None and strict is not None and strict != own:
         raise ValueError(
@@ -88,7 +89,7 @@ def load_datamodule_from_checkpoint(
         ValueError: The file has another ending.
     """
     checkpoint = _io.StoredCheckpoint(checkpoint_path).body()
-    datamodule: Any = _build(cls, checkpoint, _connector.DATAMODULE_KEYS, hparams_file, overrides, checkpoint_path)
+    datamodule: Any = _build(cls, checkpoint, DATAMODULE_KEYS, hparams_file, overrides, checkpoint_path)
     state = checkpoint.get(cls.__qualname__)
     if state is not None:
         datamodule.load_state_dict(state)

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxlightning.checkpoint import _io, _layout
 from jaxlightning.utilities.rank_zero import log
@@ -36,6 +37,14 @@ class CheckpointWriter:
         self._error: BaseException | None = None
         self._process = os.getpid()
         _writers.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has a thread and a queue of its own; what is being written stays with the original."""
+        return {"background": self.background}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start with nothing to write."""
+        self.__init__(background=state["background"])  # type: ignore[misc]
 
     # --- what callers ask for -----------------------------------------------------------------------------------
 

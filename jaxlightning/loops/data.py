@@ -150,7 +150,7 @@ def make_feed(
                 category=PossibleUserWarning,
             )
         if group > 1:
-            each = GroupedSource(each, group)
+            each = GroupedSource(each, group)  # type: ignore[assignment]
         check_workers(trainer, loader, each, f"{prefix}_dataloader")
         if fn != TrainerFn.FITTING:  # a fit tells its samplers at every pass
             each.set_epoch(trainer.fit_loop.epoch_progress.current.processed)

@@ -1,6 +1,6 @@
 """What `self.log` feeds, and metric objects with torchmetrics' names.
 
-- `metric`, `aggregation`, `classification`, `curves`, `regression`, `collection`: metric objects
+- `metric`, `aggregation`, `classification`, `confusion`, `auroc`, `regression`, `collection`: metric objects
 - `_fx_rules`, `_values`, `_batch_size`, `_logging`: what a call of `self.log` may be, and what it means
 - `_results`, `_host_value`, `_refs`: what is logged, on the device and on the host
 - `_connector`, `_dictionaries`, `_emission`, `_table`: when loggers, callbacks, the bar and the user see it
@@ -14,6 +14,10 @@ from jaxlightning.metrics.aggregation import MaxMetric as MaxMetric
 from jaxlightning.metrics.aggregation import MeanMetric as MeanMetric
 from jaxlightning.metrics.aggregation import MinMetric as MinMetric
 from jaxlightning.metrics.aggregation import SumMetric as SumMetric
+from jaxlightning.metrics.auroc import AUROC as AUROC
+from jaxlightning.metrics.auroc import BinaryAUROC as BinaryAUROC
+from jaxlightning.metrics.auroc import MulticlassAUROC as MulticlassAUROC
+from jaxlightning.metrics.auroc import MultilabelAUROC as MultilabelAUROC
 from jaxlightning.metrics.classification import Accuracy as Accuracy
 from jaxlightning.metrics.classification import BinaryAccuracy as BinaryAccuracy
 from jaxlightning.metrics.classification import BinaryF1Score as BinaryF1Score
@@ -31,14 +35,10 @@ from jaxlightning.metrics.classification import MultilabelRecall as MultilabelRe
 from jaxlightning.metrics.classification import Precision as Precision
 from jaxlightning.metrics.classification import Recall as Recall
 from jaxlightning.metrics.collection import MetricCollection as MetricCollection
-from jaxlightning.metrics.curves import AUROC as AUROC
-from jaxlightning.metrics.curves import BinaryAUROC as BinaryAUROC
-from jaxlightning.metrics.curves import BinaryConfusionMatrix as BinaryConfusionMatrix
-from jaxlightning.metrics.curves import ConfusionMatrix as ConfusionMatrix
-from jaxlightning.metrics.curves import MulticlassAUROC as MulticlassAUROC
-from jaxlightning.metrics.curves import MulticlassConfusionMatrix as MulticlassConfusionMatrix
-from jaxlightning.metrics.curves import MultilabelAUROC as MultilabelAUROC
-from jaxlightning.metrics.curves import MultilabelConfusionMatrix as MultilabelConfusionMatrix
+from jaxlightning.metrics.confusion import BinaryConfusionMatrix as BinaryConfusionMatrix
+from jaxlightning.metrics.confusion import ConfusionMatrix as ConfusionMatrix
+from jaxlightning.metrics.confusion import MulticlassConfusionMatrix as MulticlassConfusionMatrix
+from jaxlightning.metrics.confusion import MultilabelConfusionMatrix as MultilabelConfusionMatrix
 from jaxlightning.metrics.metric import Metric as Metric
 from jaxlightning.metrics.metric import MetricFunctions as MetricFunctions
 from jaxlightning.metrics.regression import MeanAbsoluteError as MeanAbsoluteError

@@ -11,16 +11,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from jaxlightning.compile.trace import current_trace
-from jaxlightning.metrics._dictionaries import MetricDictionaries
-from jaxlightning.metrics._emission import Emission, EmissionQueue, may_be_late
+from jaxlightning.metrics._emission import EmissionQueue
 from jaxlightning.metrics._entries import Owner, StepValues
 from jaxlightning.metrics._logging import log_in_trace, resolve_call, step_value, warn_barebones
 from jaxlightning.metrics._objects import PASSED, refuse_torchmetrics
-from jaxlightning.metrics._refs import Ref, Snapshot, resolve_in_place, to_scalar
+from jaxlightning.metrics._refs import resolve_in_place, to_scalar
 from jaxlightning.metrics._results import ResultCollection
+from jaxlightning.metrics._sending import Sender
 from jaxlightning.metrics._values import check_loggable
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.warnings import WarningCache
@@ -30,29 +28,24 @@ __all__ = ["LoggerConnector"]
 _EVALUATIONS = ("validate", "test", "sanity_check")
 
 
-class LoggerConnector:
+class LoggerConnector(Sender):
     """Receives every `self.log` of a trainer and feeds loggers, callbacks and the progress bar.
 
     Args:
         trainer: The trainer that owns it.
 
     Attributes:
-        late_emission: Whether metrics of batches may reach the loggers one step late; None finds out at the first batch
-            whether some host code that runs per batch could see the difference.
         eval_results: What `validate` and `test` return: for each loader its epoch metrics as Python floats.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self._owner = Owner(trainer)
-        self.late_emission: bool | None = None
         self.eval_results: list[dict[str, float]] = []
-        self._public = MetricDictionaries()
         self._collections: dict[str, ResultCollection] = {}
         self._stage: str | None = None
         self._outputs: list[dict[str, Any]] = []
         self._warnings = WarningCache()
-        self._queue = EmissionQueue(self._send, self._public.show)
 
     # --- Calls of self.log ---
 
@@ -108,7 +101,8 @@ class LoggerConnector:
         Raises:
             MisconfigurationException: If the module holds objects of torchmetrics.
         """
-        refuse_torchmetrics(self._trainer.lightning_module)
+        if self._trainer.lightning_module is not None:
+            refuse_torchmetrics(self._trainer.lightning_module)
         self._queue.drop()
         for stage, results in self._collections.items():
             results.reset()
@@ -162,16 +156,6 @@ class LoggerConnector:
             results.dataloader_idx = None
 
     # --- Train ---
-
-    @property
-    def should_update_logs(self) -> bool:
-        """Whether the step that is under way is one whose metrics go to the loggers."""
-        trainer = self._trainer
-        every = trainer.log_every_n_steps
-        if every == 0:
-            return False
-        # + 1: it may be asked before the step is taken, for example in `on_train_batch_start`.
-        return (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0 or bool(trainer.should_stop)
 
     def update_train_step_metrics(self) -> None:
         """After `on_train_batch_end`: send the step values if this is a step to log at."""
@@ -255,57 +239,6 @@ class LoggerConnector:
     def reset_metrics(self) -> None:
         """Empty the three dictionaries."""
         self._public.clear()
-
-    # --- Loggers ---
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send metrics to every logger.
-
-        Args:
-            metrics: Numbers, or arrays with one element.
-            step: The step; None takes a metric named "step", or else the number of batches that stepped, and adds the
-                epoch.
-        """
-        if not self._trainer.loggers or not metrics:
-            return
-        values = {
-            name: Ref(Snapshot(value.reshape(())), None) if isinstance(value, jax.Array) else value
-            for name, value in metrics.items()
-        }
-        self._public.logged.update(values)
-        self._queue.flush()
-        self._emit(values, {}, step, late=False)
-
-    def flush(self) -> None:
-        """Send everything that waits for its values."""
-        self._queue.flush()
-
-    def _emit(self, metrics: Mapping[str, Any], bar: Mapping[str, Any], step: int | None, *, late: bool) -> None:
-        trainer = self._trainer
-        if getattr(trainer, "progress_bar_callback", None) is None:
-            bar = {}
-        if not metrics and not bar:
-            return
-        self._queue.push(
-            Emission(
-                metrics=metrics,
-                bar=bar,
-                step=step,
-                axis=trainer.fit_loop.epoch_loop._batches_that_stepped,
-                epoch=trainer.current_epoch,
-            ),
-            late=late,
-        )
-
-    def _send(self, metrics: dict[str, Any], step: int | None) -> None:
-        for logger in self._trainer.loggers:
-            logger.log_metrics(metrics=metrics, step=step)
-            logger.save()
-
-    def _may_be_late(self) -> bool:
-        if self.late_emission is None:
-            self.late_emission = may_be_late(self._trainer)
-        return self.late_emission
 
     # --- The three dictionaries ---
 

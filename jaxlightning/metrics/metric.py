@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -57,11 +57,13 @@ class MetricFunctions(NamedTuple):
     compute: Callable[[State], Any]
 
 
-class Metric(ABC):
+class Metric:
     """Base class of all metrics.
 
-    A metric of one's own calls `add_state` in `__init__` and defines two pure functions: `batch_state`, the state of
-    one batch alone, and `value_of`, the value of a state.
+    A metric of one's own calls `add_state` in `__init__` and then either defines `update` and `compute` as for
+    torchmetrics, on attributes named like the states (`self.correct += ...`), or two pure functions: `batch_state`, the
+    state of one batch alone, and `value_of`, the value of a state. `update` runs on fresh states, one batch at a time;
+    what it leaves is merged into the whole as `add_state` says.
 
     Args:
         **options: The options that all metrics of torchmetrics have; only their defaults are built.
@@ -70,6 +72,17 @@ class Metric(ABC):
         NotImplementedError: For other values of these options.
         ValueError: For unknown options.
     """
+
+    _own_update: ClassVar[Any] = None
+    _own_compute: ClassVar[Any] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # The user's words describe one batch; under their names stand the ones that keep the state.
+        for name, place in (("update", "_own_update"), ("compute", "_own_compute")):
+            if name in cls.__dict__:
+                setattr(cls, place, cls.__dict__[name])
+                delattr(cls, name)
 
     def __init__(self, **options: Any) -> None:
         for name, value in options.items():
@@ -112,13 +125,44 @@ class Metric(ABC):
         self._defaults[name] = np.asarray(default)
         self._reductions[name] = dist_reduce_fx
 
-    @abstractmethod
     def batch_state(self, *args: Any, **kwargs: Any) -> State:
-        """The state of one batch alone: every name that `add_state` declared, and no other."""
+        """The state of one batch alone: every name that `add_state` declared, and no other.
 
-    @abstractmethod
+        Raises:
+            NotImplementedError: If the class defines neither this nor `update`.
+        """
+        if self._own_update is None:
+            raise NotImplementedError(f"`{type(self).__name__}` defines neither `update` nor `batch_state`.")
+        with self._exposed({name: jnp.asarray(default) for name, default in self._defaults.items()}):
+            self._own_update(*args, **kwargs)
+            return {name: self.__dict__[name] for name in self._defaults}
+
     def value_of(self, state: State) -> Any:
-        """The value of a state; traceable."""
+        """The value of a state; traceable.
+
+        Raises:
+            NotImplementedError: If the class defines neither this nor `compute`.
+        """
+        if self._own_compute is None:
+            raise NotImplementedError(f"`{type(self).__name__}` defines neither `compute` nor `value_of`.")
+        with self._exposed(state):
+            return self._own_compute()
+
+    @contextmanager
+    def _exposed(self, state: State) -> Iterator[None]:
+        """The states as attributes, while a method of the user's runs."""
+        self.__dict__.update(state)
+        try:
+            yield
+        finally:
+            for name in self._defaults:
+                self.__dict__.pop(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for what is no attribute: the parts of the state, as in torchmetrics.
+        if name in self.__dict__.get("_defaults", ()):
+            return self.state[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def check(self, state: State) -> None:
         """Complain about a state whose value means nothing; called on the host, by `compute`."""

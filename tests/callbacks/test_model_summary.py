@@ -81,6 +81,7 @@ def test_the_depth_shows_layers(model: _Model) -> None:
     assert summarize(model, 0).total_parameters == 91
 
 
+@pytest.mark.catalogue("CB06", adaptation="sizes come from an abstract evaluation")
 def test_an_example_input_adds_sizes_types_and_layers_without_parameters(model: _Model) -> None:
     model.example_input_array = np.ones((5, 4), np.float32)
     before = dict(vars(model))

@@ -74,6 +74,7 @@ def _make_nonsense() -> Any:
     return "no callback"
 
 
+@pytest.mark.catalogue("CB04", adaptation="the group of entry points has our name")
 def test_installed_packages_may_offer_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = {"one": _make_timer, "two": _make_two}
 

@@ -116,6 +116,7 @@ def test_a_resumed_run_counts_the_time_before(make_trainer: MakeTrainer, clock: 
     assert trainer.should_stop
 
 
+@pytest.mark.catalogue("TM02", adaptation="the step is waited for now and then, before the clock is read")
 def test_waits_for_the_device_often_enough_to_keep_the_lag_small(
     make_trainer: MakeTrainer, clock: SimpleNamespace
 ) -> None:

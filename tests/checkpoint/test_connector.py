@@ -611,6 +611,22 @@ def test_slurm_jobs_continue_their_newest_checkpoint(tmp_path, monkeypatch):
     assert third.ckpt_path is None
 
 
+def test_a_checkpoint_from_before_the_first_step_starts_from_there(tmp_path):
+    class Saving(pl.Callback):
+        def on_train_start(self, trainer, module):
+            trainer.save_checkpoint(tmp_path / "start.ckpt")
+
+    class Data(Scripted):
+        def val_dataloader(self):
+            return loader(2)
+
+    whole, resumed = Data(), Data()
+    trainer(tmp_path, max_epochs=1, enable_checkpointing=False, callbacks=[Saving()]).fit(whole)
+    trainer(tmp_path, max_epochs=1, enable_checkpointing=False).fit(resumed, ckpt_path=tmp_path / "start.ckpt")
+    for key, value in whole.state_dict().items():
+        np.testing.assert_array_equal(resumed.state_dict()[key], value)
+
+
 def test_another_seed_is_warned_about(tmp_path):
     t = trainer(tmp_path, max_epochs=1, enable_checkpointing=False, seed=3)
     t.fit(Scripted())

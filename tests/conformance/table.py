@@ -46,7 +46,7 @@ class Row:
     @property
     def due(self) -> bool:
         """Whether the row has to hold now, rather than with a later issue."""
-        return self.area in OURS or self.id in OURS_TOO
+        return (self.area in OURS or self.id in OURS_TOO) and self.id not in differences()["later"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _standing(row: Row, tests: tuple[Carrier, ...], results: dict[str, str]) -> 
     if outcomes and not all(each == "passed" for each in outcomes):
         state = "failed" if "failed" in outcomes else "not run"
     elif difference is not None:
-        state = "difference" if tests or not row.due else "open"
+        state = "difference" if tests else "later" if not row.due else "open"
     elif row.applies == "N":
         state = "n/a"
     elif good and (row.applies == "A" or adaptation or not row.due):

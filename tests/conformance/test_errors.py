@@ -9,7 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 import pytest
-from support.tracing import RecordingLogger, TinyModule, golden
+from support.tracing import TinyModule, golden
 
 import jaxlightning as pl
 from jaxlightning.callbacks import (
@@ -56,6 +56,15 @@ def saved(root: Path) -> Path:
     return root / "a.ckpt"
 
 
+def plateau(**options: Any) -> Any:
+    def configure(module: Any) -> Any:
+        optimizer = pl.optim.SGD(module.parameters(), lr=0.1)
+        scheduler = pl.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "nope", **options}}
+
+    return configure
+
+
 class Primitive(pl.LightningModule):
     def __init__(self, x: int = 1) -> None:
         super().__init__()
@@ -84,13 +93,16 @@ RAISES: dict[str, Callable[[Path], Any]] = {
         every_n_train_steps=1, train_time_interval=__import__("datetime").timedelta(days=1)
     ),
     "mc_monitor_missing_with_val": lambda d: monitored(d, True),
-    "mc_link_remote": lambda d: ModelCheckpoint("memory://x", save_last="link"),
+    "mc_link_remote": lambda d: T(
+        callbacks=[ModelCheckpoint("memory://x", save_last="link")], enable_checkpointing=True
+    ).fit(TinyModule()),
     "lr_monitor_no_logger": lambda d: T(callbacks=[LearningRateMonitor()]).fit(TinyModule()),
     "lr_monitor_bad_interval": lambda d: LearningRateMonitor("x"),
     "timer_bad_duration": lambda d: Timer("1:2"),
     "timer_bad_interval": lambda d: Timer("00:00:00:01", interval="x"),
     "prediction_writer_bad_interval": lambda d: BasePredictionWriter("x"),
     "load_strict_missing_keys": lambda d: Bigger.load_from_checkpoint(saved(d)),
+    "plateau_missing_metric_strict": lambda d: T().fit(make(configure_optimizers=plateau())),
     "load_from_instance": lambda d: TinyModule().load_from_checkpoint("x"),
     "save_hparams_primitive": lambda d: Primitive(1),
 }
@@ -129,11 +141,7 @@ ACCEPTED: dict[str, Callable[[Path], Any]] = {
     "step_extra_dict_keys_passed_to_batch_end": lambda d: T(limit_val_batches=0).fit(
         returning(lambda self, batch: {"loss": self._loss(batch), "extra": self._loss(batch)})
     ),
-    "predict_default_step_uses_forward": lambda d: len(
-        T().predict(
-            make(predict_step=pl.LightningModule.predict_step, forward=lambda self, batch: self.layer(batch[0]))
-        )
-    ),
+    "plateau_missing_metric_not_strict": lambda d: T().fit(make(configure_optimizers=plateau(strict=False))),
     "mc_monitor_missing_no_val": lambda d: monitored(d, False),
     "precision_values": lambda d: T(precision="32-true").precision,
     "barebones_log_warns": lambda d: pl.Trainer(barebones=True, accelerator="cpu", max_epochs=1).fit(
@@ -166,4 +174,3 @@ def test_a_loss_without_parameters_has_zero_gradients() -> None:
     assert golden("errors")[ZERO_GRADIENT]["type"] == "RuntimeError"
     module = returning(lambda self, batch: batch[0].mean() + 0 * self._loss(batch))
     T(limit_val_batches=0).fit(module)
-    assert RecordingLogger is not None

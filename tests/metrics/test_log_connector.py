@@ -564,7 +564,7 @@ def test_values_survive_pickling(fake: Any) -> None:
     trainer = fake.Trainer(Module())
     trainer.fit(fake.batches(2, 2))
     connector = trainer.connector
-    connector._trainer = SimpleNamespace(state=SimpleNamespace(stage=None), loggers=[])
+    connector._trainer = SimpleNamespace(state=SimpleNamespace(stage=None), loggers=[], lightning_module=None)
     again = pickle.loads(pickle.dumps(connector))
     assert again.callback_metrics == {"x": 1.0}
     again.begin_run("fit")

@@ -353,11 +353,13 @@ def test_a_metric_goes_on_from_a_checkpoint(fake: Any) -> None:
 def test_torchmetrics_on_the_module_is_refused_by_name(tmp_path: Any) -> None:
     import torchmetrics
 
+    flags = {**QUIET, "default_root_dir": tmp_path, "max_epochs": 1}
+    loaders = [pl.ArrayLoader(each, batch_size=4) for each in (TRAIN, VAL)]
     for held in (torchmetrics.MeanMetric(), [torchmetrics.MeanMetric()], {"x": torchmetrics.MeanMetric()}):
         module = ours()
         module.metric = held
         with pytest.raises(MisconfigurationException, match=r"Module\.metric.*`jaxlightning\.metrics\.MeanMetric`"):
-            pl.Trainer(**QUIET, default_root_dir=tmp_path).fit(module, pl.ArrayLoader(TRAIN, batch_size=4))
+            pl.Trainer(**flags).fit(module, *loaders)
     module.metric = torchmetrics.CatMetric()
     with pytest.raises(MisconfigurationException, match="among them Accuracy"):
-        pl.Trainer(**QUIET, default_root_dir=tmp_path).fit(module, pl.ArrayLoader(TRAIN, batch_size=4))
+        pl.Trainer(**flags).fit(module, *loaders)

@@ -388,6 +388,57 @@ def test_collections_nest_and_pass_keywords_to_those_who_know_them() -> None:
         outer["nothing"]
 
 
+def _hits(home: Any, array: Any) -> Any:
+    class Hits(home.Metric):  # type: ignore[name-defined,misc]
+        """The same text for torchmetrics and for us."""
+
+        def __init__(self, scale: float = 1.0) -> None:
+            super().__init__()
+            self.scale = scale
+            self.add_state("correct", default=array(0.0), dist_reduce_fx="sum")
+            self.add_state("total", default=array(0.0), dist_reduce_fx="sum")
+            self.add_state("best", default=array(-np.inf), dist_reduce_fx="max")
+
+        def update(self, preds: Any, target: Any) -> None:
+            self.correct += (preds == target).sum()
+            self.total += target.shape[0]
+            self.best = array(preds.max() * 1.0)
+
+        def compute(self) -> Any:
+            return self.scale * self.correct / self.total
+
+    return Hits
+
+
+def test_a_metric_written_for_torchmetrics_works() -> None:
+    import torch
+    import torchmetrics
+
+    ours, theirs = _hits(M, jnp.asarray)(2.0), _hits(torchmetrics, torch.as_tensor)(2.0)
+    pure, rng = ours.functional(), _rng(9)
+    update = jax.jit(pure.update)
+    for _ in range(2):
+        state = pure.init()
+        for size in SIZES:
+            preds, target = rng.integers(0, 3, size), rng.integers(0, 3, size)
+            _close(ours(preds, target), theirs(torch.as_tensor(preds), torch.as_tensor(target)), "batch")
+            state = update(state, preds, target)
+        _close(ours.compute(), theirs.compute(), "epoch")
+        _close(jax.jit(pure.compute)(state), theirs.compute(), "jit")
+        _close(ours.total, theirs.total, "state")
+        assert float(ours.best) == 2.0
+        ours.reset()
+        theirs.reset()
+    assert ours.clone().scale == 2.0
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        ours.other
+    for word, call in (("batch_state", lambda metric: metric(1)), ("value_of", lambda metric: metric.compute())):
+        empty = type("Empty", (M.Metric,), {})()
+        empty.state = {}
+        with pytest.raises(NotImplementedError, match=f"neither .* nor `{word}`"):
+            call(empty)
+
+
 def test_a_metric_of_ones_own_must_keep_its_word() -> None:
     class Mine(M.Metric):
         def __init__(self) -> None:
