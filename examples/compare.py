@@ -58,7 +58,7 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"# Test accuracy on {results['data']}, {results['date']}",
         "",
-        f"`python examples/compare.py`: {results['epochs']} epochs, seeds {results['seeds']}, mean and each seed.",
+        f"`python examples/compare.py`: {results['epochs']} epochs, {results['seeds']} seeds: their mean and each.",
         "",
         "| example | mean | points from Lightning | each seed | seconds a run |",
         "|---|---|---|---|---|",
@@ -67,7 +67,7 @@ def table(results: dict[str, Any]) -> str:
         each = ", ".join(f"{100 * value:.2f}" for value in row["test_acc"])
         mean, seconds = 100 * row["mean"], statistics.mean(row["seconds"])
         lines.append(f"| `{name}.py` | {mean:.2f} % | {row['points_apart']:+.2f} | {each} | {seconds:.0f} |")
-    lines += ["", f"Machine: {results['machine']}. Versions: {results['versions']}.", ""]
+    lines += ["", f"Machine: {results['machine']}. Versions: {results['versions']}.", results["note"], ""]
     return "\n".join(lines)
 
 
@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=None, metavar="DIR", help="folder to look for Fashion-MNIST in")
     parser.add_argument("--output", type=Path, default=Path("example_output"), metavar="DIR", help="logs go here")
     parser.add_argument("--write", type=Path, default=None, metavar="PATH", help="write PATH.json and PATH.md too")
+    parser.add_argument("--note", default="", help="a remark to write below the table")
     args = parser.parse_args(argv)
 
     import _data
@@ -105,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "limit": args.limit,
         "examples": rows,
         "machine": f"{os.cpu_count()} CPU cores, {platform.system()} {platform.machine()}",
+        "note": args.note,
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
     }
     print(table(results))

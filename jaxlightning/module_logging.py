@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxlightning.compile.log_plan import LogMeta
-from jaxlightning.compile.trace import Trace, current_trace
-from jaxlightning.utilities.rank_zero import rank_zero_warn
+from jaxlightning.compile.trace import current_trace
 
 if TYPE_CHECKING:
     from jaxlightning.trainer import Trainer
@@ -63,33 +61,25 @@ class ModuleLogging:
         trace = current_trace()
         if trace is not None and trace.silent:
             return
-        if self._trainer is None:
-            if trace is not None:
-                self._log_without_trainer(trace, name, value, on_step, on_epoch, reduce_fx, batch_size)
-                return
-            rank_zero_warn(
-                "You are trying to `self.log()` but the `self.trainer` reference is not registered on the model yet. "
-                "This happens when `self.log` is called before the model is given to a trainer."
-            )
-            return
-        self._trainer._logger_connector.log(
-            self, name, value, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch,
-            reduce_fx=reduce_fx,
-            enable_graph=enable_graph, sync_dist=sync_dist, sync_dist_group=sync_dist_group,
-            add_dataloader_idx=add_dataloader_idx, batch_size=batch_size, metric_attribute=metric_attribute,
-            rank_zero_only=rank_zero_only,
-        )  # fmt: skip
+        from jaxlightning.metrics import log_value
 
-    def _log_without_trainer(
-        self, trace: Trace, name: str, value: Any, on_step: Any, on_epoch: Any, reduce_fx: Any, batch_size: Any
-    ) -> None:
-        """Logging in the pure functions of `functionalize`: step values only matter there."""
-        fx = self._current_fx_name or "training_step"
-        meta = LogMeta(
-            fx=fx, name=name, on_step=True, on_epoch=bool(on_epoch),
-            reduce_fx=reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean"),
-        )  # fmt: skip
-        trace.add_log(meta, value, batch_size)
+        log_value(
+            self,
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduce_fx,
+            enable_graph=enable_graph,
+            sync_dist=sync_dist,
+            sync_dist_group=sync_dist_group,
+            add_dataloader_idx=add_dataloader_idx,
+            batch_size=batch_size,
+            metric_attribute=metric_attribute,
+            rank_zero_only=rank_zero_only,
+        )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Logs every entry of a dictionary with the same options as `log`."""

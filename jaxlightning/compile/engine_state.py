@@ -5,7 +5,7 @@ A view is a copy, because the leaf behind it is donated to the next step. Settin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -173,6 +173,7 @@ class EngineState:
     @grads.setter
     def grads(self, value: Any) -> None:
         self._set_tree(self.tree.replace(grads=self._checked("grads", self.tree.grads, plain(value))))
+        self.has_gradients = True
 
     def opt_state_live(self, handle: Any) -> Any:
         """One optimizer's live state, for reading before the next step; an empty dictionary before it exists."""
@@ -366,15 +367,14 @@ class EngineState:
         self._nnx_stale = True
         if weights_only:
             return
-        self._pending_optimizers = [dict(flat) for flat in sections.get("optimizer_states") or []]
-        if self._optimizer_paths is not None:
-            pending, self._pending_optimizers = self._pending_optimizers, None
-            self._load_optimizers(pending)
+        self.load_optimizer_states(sections.get("optimizer_states") or [])
 
-    def load_optimizer_states(self, states: list[Mapping[str, Any]]) -> None:
-        """Restores optimizer states alone; kept until the optimizers have theirs."""
+    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restores optimizer states alone; they wait where parameters or optimizers do not exist yet."""
         self._pending_optimizers = [dict(flat) for flat in states]
-        if self._optimizer_paths is not None:
+        if self._optimizer_paths is None:
+            self.ensure_optimizer_states()
+        else:
             pending, self._pending_optimizers = self._pending_optimizers, None
             self._load_optimizers(pending)
 

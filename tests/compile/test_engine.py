@@ -465,9 +465,8 @@ def test_the_state_dict_round_trips_and_lists_differences() -> None:
     sgd = Classifier()
     sgd.configure_optimizers = lambda: optax.sgd(0.1, momentum=0.9)  # type: ignore[method-assign]
     reloaded = make_engine(sgd)
-    reloaded.load_state_dict(saved)
     with pytest.raises(RuntimeError, match=r"does not fit the optimizer"):
-        train(reloaded, batches(), 1)
+        reloaded.load_state_dict(saved)
 
 
 def test_more_keys_than_a_block_are_all_kept() -> None:

@@ -1,6 +1,6 @@
 """Write `catalogue.json` from the catalogue's text: id, applicability and the golden keys that a row cites.
 
-    python tests/conformance/extract_catalogue.py PATH/TO/CATALOGUE.md
+python tests/conformance/extract_catalogue.py PATH/TO/CATALOGUE.md
 """
 
 from __future__ import annotations

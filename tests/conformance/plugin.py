@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from conformance import table
 
 pytest.register_assert_rewrite("support.beside")

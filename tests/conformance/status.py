@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from conformance import table  # noqa: E402
+from conformance import table
 
 
 def main() -> None:

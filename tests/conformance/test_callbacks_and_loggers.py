@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance.loggers import recorder
 from support.beside import Side, caught, error, events_callback, plain, same
 from support.tracing import golden
 
@@ -103,7 +102,7 @@ def test_a_logger_is_called_in_lightnings_order(fails: bool, tmp_path: Path) -> 
         trainer = side.trainer(logger=Mine(), log_every_n_steps=1, callbacks=[saving], enable_checkpointing=True)
         return error(lambda: trainer.fit(Model())), calls
 
-    outcome, calls = same(scenario)
+    _, calls = same(scenario)
     assert calls.index("experiment") < calls.index("setup")
     assert calls[-1] == ["finalize", "failed" if fails else "success"]
 

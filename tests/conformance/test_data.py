@@ -145,7 +145,11 @@ def test_loaders_given_win_over_hooks_and_are_handed_back_as_given() -> None:
         train, val = side.loader(4), {"x": side.loader(2), "y": side.loader(4)}
         module.validation_step = lambda batch, batch_idx, dataloader_idx=0: None
         trainer.fit(module, train, val)
-        first = [trainer.train_dataloader is train, all(trainer.val_dataloaders[name] is val[name] for name in val), list(asked)]
+        first = [
+            trainer.train_dataloader is train,
+            all(trainer.val_dataloaders[name] is val[name] for name in val),
+            list(asked),
+        ]
         fresh = Model()
         trainer = side.trainer(max_epochs=3)
         trainer.fit(fresh)
@@ -227,7 +231,9 @@ def test_the_index_has_to_be_accepted_exactly_when_it_is_passed(hook: str, loade
             module = type("Model", (side.Tiny,), {**base, hook: functions[hook][name]})()
             data = [side.loader(2) for _ in range(loaders)]
             given = data[0] if loaders == 1 else data
-            found.append(error(lambda module=module, given=given: side.trainer().validate(module, given, verbose=False)))
+            found.append(
+                error(lambda module=module, given=given: side.trainer().validate(module, given, verbose=False))
+            )
         return found
 
     same(scenario)
@@ -254,7 +260,7 @@ def test_workers_are_gone_after_a_run(fails: bool) -> None:
     assert same(scenario) == [["ValueError", "stop"] if fails else None, 0]
 
 
-@pytest.mark.catalogue("DL15", adaptation="workers of torch's loader are seeded by torch's own rules; other loaders seed themselves")
+@pytest.mark.catalogue("DL15", adaptation="workers of torch's loader follow torch's rules; others seed themselves")
 def test_workers_draw_the_same_numbers_after_the_same_seed() -> None:
     from support.torch_data import RandomlyNoisy
 
@@ -277,7 +283,7 @@ def test_workers_draw_the_same_numbers_after_the_same_seed() -> None:
     assert same(scenario) == [True, False, 2]
 
 
-@pytest.mark.catalogue("DL16", adaptation="one process shards the global batch over its devices, so no sampler is put in")
+@pytest.mark.catalogue("DL16", adaptation="one process shards its batches over the devices; no sampler is put in")
 @pytest.mark.parametrize("use", [True, False])
 def test_one_process_keeps_the_sampler_that_was_given(use: bool) -> None:
     import torch
@@ -312,7 +318,7 @@ def test_loaders_may_give_batches_of_different_structure() -> None:
     same(scenario)
 
 
-@pytest.mark.catalogue("DM04", adaptation="any dataset with len and [] serves; torch's loader is used where torch's data are given")
+@pytest.mark.catalogue("DM04", adaptation="any dataset with len and [] serves, torch's with its loader")
 def test_a_datamodule_from_datasets_has_the_hooks_of_what_was_given() -> None:
     import torch
 
@@ -545,7 +551,7 @@ def test_indices_of_a_stream_are_empty_with_a_warning() -> None:
     assert ours[1] == theirs[1]
 
 
-@pytest.mark.catalogue("PR11", adaptation="arrays, and Python values that are the same for every batch; others with jit=False")
+@pytest.mark.catalogue("PR11", adaptation="arrays, and Python values that are the same for every batch")
 def test_predictions_may_be_more_than_arrays() -> None:
     def scenario(side: Side) -> Any:
         class Model(side.Tiny):  # type: ignore[name-defined,misc]

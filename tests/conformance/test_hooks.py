@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.beside import Side, both, caught, error, events_callback, same
+from support.beside import Side, caught, error, events_callback, same
 from support.tracing import golden
 
 pytestmark = [
@@ -143,7 +143,7 @@ def test_the_index_of_a_loader_is_passed_when_there_are_several(verb: str, loade
         getattr(side.trainer(callbacks=[callback]), verb)(module, data[0] if loaders == 1 else data, **verbose)
         return seen, sorted(set(steps), key=str)
 
-    seen, steps = same(scenario)
+    _, steps = same(scenario)
     assert steps == (["none"] if loaders == 1 else [0, 1])
 
 
@@ -348,7 +348,7 @@ def _weights(module: Any, side: Side) -> Any:
     return np.asarray(module.state_dict()["layer.w"])
 
 
-@pytest.mark.catalogue("HK34", adaptation="gradients are there when the hook is overridden; the step is then cut in two")
+@pytest.mark.catalogue("HK34", adaptation="gradients are there when the hook is overridden, in a step cut in two")
 @pytest.mark.catalogue("OP11", adaptation="clipping happens between the compiled halves, by torch's formula")
 @pytest.mark.parametrize("flags", [{}, {"gradient_clip_val": 1.0}, {"gradient_clip_val": 0.5, "how": "value"}])
 def test_the_hook_before_the_update_sees_whole_unclipped_gradients(flags: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def test_counters_go_on_over_runs_and_a_stop_is_forgotten() -> None:
     assert golden("resume")["validate_after_fit_counters"] == [4, 1]
 
 
-@pytest.mark.catalogue("LP21", adaptation="variables stay with the module; optimizer state is made anew, as in Lightning")
+@pytest.mark.catalogue("LP21", adaptation="variables stay with the module; optimizer state is made anew")
 def test_a_second_fit_goes_on_where_the_first_ended() -> None:
     def scenario(side: Side) -> Any:
         class Model(side.Tiny):  # type: ignore[name-defined,misc]

@@ -96,7 +96,7 @@ def test_one_device_is_one_world() -> None:
     same(scenario)
 
 
-@pytest.mark.catalogue("TA11", adaptation="batches, iterators and accumulators are let go; the module keeps its variables")
+@pytest.mark.catalogue("TA11", adaptation="batches and iterators are let go; the module keeps its variables")
 def test_nothing_of_a_run_is_held_by_the_trainer() -> None:
     import gc
     import weakref
@@ -168,7 +168,7 @@ def test_arguments_are_collected_like_lightnings() -> None:
         chosen.hparams.a = 50
         chosen.hparams["new"] = 1
         found.append([chosen.hparams.a, chosen.hparams_initial.a, "new" in chosen.hparams_initial])
-        found.append([error(lambda: One(value))[0] for value in (1, 1.5, "x", True)])
+        found.append([error(lambda value=value: One(value))[0] for value in (1, 1.5, "x", True)])
         return found
 
     same(scenario)
@@ -202,7 +202,7 @@ def test_composition_and_dataclasses_do_not_mix_arguments_up() -> None:
     same(scenario)
 
 
-@pytest.mark.catalogue("HP05", adaptation="networks of flax and large arrays are warned about, as torch's modules are")
+@pytest.mark.catalogue("HP05", adaptation="networks of flax and large arrays are warned about")
 def test_a_network_among_the_arguments_is_pointed_out() -> None:
     def scenario(side: Side) -> Any:
         if side.ours:
@@ -227,7 +227,7 @@ def test_a_network_among_the_arguments_is_pointed_out() -> None:
     assert [text for _, text in found] == [text[:16] for text in golden("hparams")["nn_module_warn"]]
 
 
-@pytest.mark.catalogue("HP05", adaptation="nothing is pickled: what cannot be written is left out of the checkpoint, with a warning")
+@pytest.mark.catalogue("HP05", adaptation="nothing is pickled: what cannot be written is left out of the checkpoint")
 def test_an_argument_that_cannot_be_written_is_left_out_with_a_warning(tmp_path: Path) -> None:
     recorded = golden("hparams")["unpicklable_dropped"]
 
@@ -252,7 +252,9 @@ def test_an_argument_that_cannot_be_written_is_left_out_with_a_warning(tmp_path:
 @pytest.mark.catalogue("HP08")
 def test_yaml_leaves_out_what_it_cannot_hold(tmp_path: Path) -> None:
     def scenario(side: Side) -> Any:
-        save = side.get("core.saving.save_hparams_to_yaml" if not side.ours else "utilities.hparams.save_hparams_to_yaml")
+        save = side.get(
+            "core.saving.save_hparams_to_yaml" if not side.ours else "utilities.hparams.save_hparams_to_yaml"
+        )
         path = tmp_path / f"{side.name}.yaml"
         with caught() as warned:
             save(str(path), {"a": 1, "b": [1, 2], "fn": threading.Lock(), "nested": {"c": "x"}})
@@ -422,7 +424,7 @@ def test_half_a_validation_is_skipped_with_a_warning() -> None:
             space = {missing: getattr(side.pl.LightningModule, missing)}
             module = type("Model", (side.Tiny,), space)()
             seen: list[str] = []
-            callback = events_callback(side, ["on_validation_start"], lambda hook, *args: seen.append(hook))
+            callback = events_callback(side, ["on_validation_start"], lambda hook, *args, seen=seen: seen.append(hook))
             with caught() as warned:
                 side.trainer(callbacks=[callback]).fit(module)
             found.append([missing, seen, sorted({kind for kind, text in warned if "validation_step" in text})])
@@ -474,7 +476,11 @@ def test_advice_can_be_switched_off(value: str | None, monkeypatch: pytest.Monke
     def scenario(side: Side) -> Any:
         home = "jaxlightning.utilities.warnings" if side.ours else "lightning.fabric.utilities.warnings"
         done = subprocess.run(
-            [sys.executable, "-c", code, home, f"{side.name}.utilities.rank_zero"], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code, home, f"{side.name}.utilities.rank_zero"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return done.stdout.strip()
 
@@ -498,7 +504,8 @@ def test_every_recorded_refusal_is_compared_somewhere() -> None:
         )
     )
     compared = {
-        node.value for node in ast.walk(ast.parse(texts.replace("from __future__ import annotations", ""))) 
+        node.value
+        for node in ast.walk(ast.parse(texts.replace("from __future__ import annotations", "")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     later = {

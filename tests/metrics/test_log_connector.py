@@ -113,6 +113,7 @@ def test_metrics_named_step_and_epoch_take_over(fake: Any) -> None:
     assert fake.rounded(trainer.callback_metrics) == expected["after"]["fit"]["callback_metrics"]
 
 
+@pytest.mark.catalogue("LG33")
 def test_fast_dev_run_and_a_stop_log_every_step(fake: Any) -> None:
     class Module(fake.Module):  # type: ignore[name-defined,misc]
         def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -1,0 +1,29 @@
+"""Tests of rows notice when the behaviour breaks: all edits apply, and a sample of them is tried."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from conformance import mutations, table
+
+
+def test_thirty_rows_have_an_edit_that_applies_to_the_source() -> None:
+    assert len({each.row for each in mutations.MUTATIONS}) >= 30
+    for each in mutations.MUTATIONS:
+        text = Path(mutations.PROJECT, "jaxlightning", each.file).read_text()
+        assert text.count(each.old) == 1, (each.row, each.file, each.old)
+
+
+def test_each_edit_is_tried_with_a_test_that_carries_its_row() -> None:
+    carried = {(each.test.removeprefix("tests/"), row) for each in table.carriers() for row in each.rows}
+    assert [each.row for each in mutations.MUTATIONS if (each.test.partition("[")[0], each.row) not in carried] == []
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.lightning
+@pytest.mark.parametrize("mutation", random.Random(7).sample(mutations.MUTATIONS, 3), ids=lambda each: each.row)
+def test_a_broken_behaviour_is_noticed(mutation: mutations.Mutation) -> None:
+    assert mutations.survives(mutation) is None
