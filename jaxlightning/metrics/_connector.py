@@ -20,6 +20,7 @@ from jaxlightning.metrics._refs import resolve_in_place, to_scalar
 from jaxlightning.metrics._results import ResultCollection
 from jaxlightning.metrics._sending import Sender
 from jaxlightning.metrics._values import check_loggable
+from jaxlightning.metrics.nnx_metric import adopt_nnx_metrics
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.warnings import WarningCache
 
@@ -103,6 +104,7 @@ class LoggerConnector(Sender):
         """
         if self._trainer.lightning_module is not None:
             refuse_torchmetrics(self._trainer.lightning_module)
+            adopt_nnx_metrics(self._trainer.lightning_module)
         self._queue.drop()
         for stage, results in self._collections.items():
             results.reset()

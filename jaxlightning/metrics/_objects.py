@@ -39,7 +39,7 @@ def refuse_foreign_metric(name: str, value: Any) -> None:
 
     Raises:
         MisconfigurationException: For torchmetrics.
-        NotImplementedError: For metrics of nnx.
+        NotImplementedError: For metrics of nnx that are no attributes of the module.
         ValueError: For anything else without `merge`.
     """
     homes = {base.__module__.partition(".")[0] for base in type(value).__mro__}
@@ -51,8 +51,9 @@ def refuse_foreign_metric(name: str, value: Any) -> None:
         )
     if any(base.__module__.startswith("flax.nnx") for base in type(value).__mro__):
         raise NotImplementedError(
-            f"`self.log({name!r}, ...)` received the nnx metric `{kind}`; that is not built yet. Use the metrics of "
-            "`jaxlightning.metrics`, or log `metric.compute()` in a hook at the end of the epoch."
+            f"`self.log({name!r}, ...)` received the nnx metric `{kind}`, which is no attribute of the module. Put "
+            "it on "
+            "`self` in `__init__`: the trainer then makes its state part of the compiled step."
         )
     if not callable(getattr(value, "merge", None)):
         raise ValueError(

@@ -394,7 +394,7 @@ def test_options_that_cannot_work_say_so(fake: Any) -> None:
         ({"value": 1.0, "sync_dist_group": 1}, NotImplementedError, "groups"),
         ({"value": 1.0, "metric_attribute": "acc"}, MisconfigurationException, "no metric object"),
         ({"make": SumMetric}, MisconfigurationException, "Could not find the `LightningModule` attribute"),
-        ({"value": nnx.metrics.Average()}, NotImplementedError, "nnx metric"),
+        ({"make": nnx.metrics.Average}, NotImplementedError, "nnx metric"),
         ({"value": torchmetrics.SumMetric()}, MisconfigurationException, "metrics of the same names"),
     ]
     for option, error, expected in cases:
