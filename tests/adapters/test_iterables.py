@@ -193,7 +193,7 @@ def test_an_empty_loader_gives_no_batch() -> None:
     assert list(as_source(Sized(0))) == []
 
 
-@pytest.mark.parametrize("value", [3, None, object(), "text", b"x", Sized], ids=str)
+@pytest.mark.parametrize("value", [3, None, object(), "text", b"x", Sized], ids=lambda value: type(value).__name__)
 def test_what_cannot_be_iterated_raises(value: Any) -> None:
     with pytest.raises(TypeError, match="where a loader is expected"):
         as_source(value)
