@@ -201,8 +201,8 @@ MUTATIONS = [
     Mutation(
         "PR05",
         "loops/prediction_loop.py",
-        "if not self.return_predictions:",
-        "if False:",
+        "results = self.predictions if self.return_predictions else None",
+        "results = self.predictions",
         "loops/test_dataloaders.py::test_predictions_and_writers_get_lightnings_values",
     ),
     Mutation(

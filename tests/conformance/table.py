@@ -51,14 +51,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Carrier:
-    """A test that carries rows, and what it compares with."""
+    """A marker of a test: the rows that it carries, and what the test compares with."""
 
     test: str
     rows: tuple[str, ...]
     adaptation: str
     evidence: frozenset[str]
     """Names of golden files that it reads, and `lightning` when it runs Lightning beside."""
-    slow: bool
 
 
 def rows() -> list[Row]:
@@ -108,14 +107,14 @@ def _carriers_of(module: ast.Module, file: str) -> list[Carrier]:
         marks = [each for each in calls if isinstance(each, ast.Call)]
         if not marks:
             continue
-        ids = tuple(ast.literal_eval(argument) for mark in marks for argument in mark.args)
-        words = [ast.literal_eval(each.value) for mark in marks for each in mark.keywords if each.arg == "adaptation"]
-        decorators = [*function.decorator_list, *([] if whole is None else [whole])]
         evidence = _evidence(function, functions, values)
+        decorators = [*function.decorator_list, *([] if whole is None else [whole])]
         if any("mark.lightning" in ast.unparse(each) for each in decorators):
             evidence |= {"lightning"}
-        slow = any("mark.slow" in ast.unparse(each) for each in decorators)
-        found.append(Carrier(f"{file}::{function.name}", ids, "; ".join(words), frozenset(evidence), slow))
+        for mark in marks:
+            ids = tuple(ast.literal_eval(argument) for argument in mark.args)
+            words = [ast.literal_eval(each.value) for each in mark.keywords if each.arg == "adaptation"]
+            found.append(Carrier(f"{file}::{function.name}", ids, "; ".join(words), frozenset(evidence)))
     return found
 
 

@@ -260,6 +260,7 @@ def test_workers_are_gone_after_a_run(fails: bool) -> None:
     assert same(scenario) == [["ValueError", "stop"] if fails else None, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.catalogue("DL15", adaptation="workers of torch's loader follow torch's rules; others seed themselves")
 def test_workers_draw_the_same_numbers_after_the_same_seed() -> None:
     from support.torch_data import RandomlyNoisy

@@ -333,6 +333,6 @@ def test_logging_without_a_trainer_is_a_warning() -> None:
     def scenario(side: Side) -> Any:
         with caught() as warned:
             side.Tiny().log("a", 1.0)
-        return [[kind, text[:40]] for kind, text in warned]
+        return [[kind, text[:28]] for kind, text in warned]
 
     assert len(same(scenario)) == 1

@@ -455,6 +455,7 @@ def test_an_exception_of_the_user_comes_out_unchanged(verb: str) -> None:
     assert same(scenario)[0] == ["Mine", "of mine"]
 
 
+@pytest.mark.slow
 @pytest.mark.catalogue("ER11")
 @pytest.mark.parametrize("value", ["off", "0", "on", None])
 def test_advice_can_be_switched_off(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

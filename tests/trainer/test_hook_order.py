@@ -239,6 +239,8 @@ RESUMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 @pytest.mark.parametrize("name", RESUMES)
+@pytest.mark.catalogue("HK37", "HK06", "RS09")
+@pytest.mark.catalogue("HK02", adaptation="variables that a restore needs come from the checkpoint")
 def test_a_resumed_fit_calls_every_hook_in_lightnings_order(name: str, tmp_path: Path) -> None:
     picked, saving = RESUMES[name]
     module, callback, data, _ = build([], True)
@@ -261,6 +263,7 @@ def test_a_resumed_fit_calls_every_hook_in_lightnings_order(name: str, tmp_path:
     assert compact(sink) == golden("hooks_compact")[name]
 
 
+@pytest.mark.catalogue("PF01", adaptation="what a compiled step holds has no time of its own on the host")
 def test_a_profiler_records_lightnings_actions(tmp_path: Path) -> None:
     from jaxlightning.callbacks import Timer
     from jaxlightning.profilers import SimpleProfiler
