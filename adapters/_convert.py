@@ -80,9 +80,10 @@ class Converter:
         kind = type(batch)
         if (kind is tuple or kind is list) and self.copy and not self.channels_last:
             # The commonest batch, arrays in a tuple or list, at a third of the general price.
+            kept, array = _leaves.kept_dtypes(self._x64), np.ndarray
             copies = []
             for value in batch:
-                if type(value) is not np.ndarray or not _leaves.is_kept(value.dtype, self._x64):
+                if type(value) is not array or value.dtype not in kept:
                     return self.walk(batch, ())
                 copies.append(value.copy())
             return copies if kind is list else tuple(copies)

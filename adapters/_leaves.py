@@ -66,6 +66,7 @@ def _action(dtype: np.dtype[Any], x64: bool) -> Any:
 
 
 _actions: tuple[dict[np.dtype[Any], Any], dict[np.dtype[Any], Any]] = ({}, {})
+_kept: tuple[set[np.dtype[Any]], set[np.dtype[Any]]] = (set(), set())
 
 
 def is_device_dtype(dtype: np.dtype[Any]) -> bool:
@@ -114,9 +115,9 @@ def narrow(value: Array, target: np.dtype[Any], path: Path) -> Array:
     return result
 
 
-def is_kept(dtype: np.dtype[Any], x64: bool) -> bool:
-    """Tell whether arrays of a dtype go to the device as they are; False before `canonical_array` met the dtype."""
-    return _actions[x64].get(dtype) is _KEEP
+def kept_dtypes(x64: bool) -> set[np.dtype[Any]]:
+    """The dtypes, of those met so far, whose arrays go to the device as they are."""
+    return _kept[x64]
 
 
 def canonical_array(value: Array, path: Path, *, x64: bool, copy: bool) -> Array:
@@ -140,6 +141,8 @@ def canonical_array(value: Array, path: Path, *, x64: bool, copy: bool) -> Array
     action = table.get(dtype)
     if action is None:
         action = table.setdefault(dtype, _action(dtype, x64))
+        if action is _KEEP:
+            _kept[x64].add(dtype)
     if action is _KEEP:
         if copy:
             return np.array(value, order="C")

@@ -29,6 +29,10 @@ from jaxlightning.utilities.exceptions import MisconfigurationException
 __all__ = ["Engine", "StepOutput"]
 
 
+def _joined(lead: tuple[float, ...], lists: list[list[float]]) -> tuple[float, ...]:
+    return (*lead, *(value for values in lists for value in values))
+
+
 class StepOutput:
     """What one step gave back; arrays are still being computed.
 
@@ -93,6 +97,9 @@ class Engine(EngineLogs):
         self.tables: dict[str, SlotTable] = {}
         self.on_variables_created: list[Callable[[], None]] = []
         self._dirty = False
+        self._plain: CompiledStep | None = None
+        self._plain_choice: tuple[Any, bool] | None = None
+        self._hyper_lists: list[list[float]] = []
         self._floats: Any = None
         self._floats_of: tuple[float, ...] = ()
         self._seed32 = int(np.array(seed % (1 << 32), np.uint32).view(np.int32))
@@ -125,6 +132,7 @@ class Engine(EngineLogs):
 
     def modes_changed(self) -> None:
         """Called when a network or the module changes between training and evaluation mode."""
+        self._plain = None
         self._hot.clear()
         self._hot_eval.clear()
 
@@ -140,11 +148,13 @@ class Engine(EngineLogs):
         if self._nnx_exposed:
             self._adopt_nnx()
         if self.variants.drop_changed():
+            self._plain = None
             self._hot.clear()
             self._hot_eval.clear()
 
     def _forget(self, keep_evaluation: bool = False) -> None:
         self.variants.clear(keep_evaluation)
+        self._plain = None
         self._hot.clear()
         self._hot_eval.clear()
 
@@ -200,6 +210,69 @@ class Engine(EngineLogs):
                 handle.updates += 1
         return out
 
+    def train_batch(
+        self,
+        batch: Any,
+        batch_idx: int,
+        current_epoch: int,
+        global_step: int,
+        micro_step: int,
+        clip: tuple[float | None, str | None],
+        want_outputs: bool,
+    ) -> StepOutput:
+        """What `train_step` does for a batch that is a window by itself, without a look at anything that cannot differ.
+
+        Whatever is not as it was in the batch before (a shape, a hyper-parameter, an attribute) goes to `train_step`.
+        """
+        variant, hyper_lists = self._plain, self._hyper_lists
+        if (
+            variant is not None
+            and not self._dirty
+            and not self._nnx_exposed
+            and self._plain_choice == (clip, want_outputs)
+        ):
+            leaves, treedef = jax.tree_util.tree_flatten(batch)
+            handles = self.binding.optimizers
+            same = treedef == variant.treedef
+            for handle, known in zip(handles, hyper_lists, strict=True):
+                same = same and handle.host_hyper() is known
+            if same:
+                ints = np.array((self._seed32, micro_step, batch_idx, current_epoch, global_step), np.int32)
+                try:
+                    self._leaves, values, states, outputs, finite = variant.call(
+                        self._leaves, leaves, ints, self._floats
+                    )
+                except TypeError:  # another shape or kind of leaf; nothing was consumed
+                    pass
+                else:
+                    self._nnx_stale = True
+                    info = variant.info
+                    if finite is not None:
+                        self._raise_anomaly(finite, variant, micro_step)
+                    if not info.skipped:
+                        for handle in handles:
+                            handle.updates += 1
+                    return StepOutput(info.plan, values, states, info.skipped, info.outputs, outputs)
+        out = self.train_step(
+            batch,
+            batch_idx=batch_idx,
+            current_epoch=current_epoch,
+            global_step=global_step,
+            micro_step=micro_step,
+            clip=clip,
+            want_outputs=want_outputs,
+        )
+        value, algorithm = clip
+        flags = (self.keep_gradients, True, True, (algorithm or "norm") if value else None, want_outputs)
+        hot = None if self.keep_gradients else self._hot.get(flags)
+        # Host leaves have to be taken out of every batch, so such a variant stays on the long way.
+        self._plain = hot if hot is not None and hot.positions is None else None
+        self._plain_choice = (clip, want_outputs)
+        self._hyper_lists = [handle.host_hyper() for handle in self.binding.optimizers]
+        if self._plain is not None and self._floats_of != _joined((1.0, 1.0, value or 0.0), self._hyper_lists):
+            self._plain = None
+        return out
+
     def grad_step(
         self,
         batch: Any,
@@ -239,11 +312,10 @@ class Engine(EngineLogs):
         arrays, positions = batches.split(leaves)
         if self._dirty or self._nnx_exposed:
             self.check_constants()
-        hyper: tuple[float, ...] = (share, scale, clip)
-        for handle in self.binding.optimizers:
-            hyper = (*hyper, *handle.host_hyper())
+        hyper = _joined((share, scale, clip), [handle.host_hyper() for handle in self.binding.optimizers])
         if hyper != self._floats_of:
             self._set_floats(hyper)
+            self._plain = None
         ints = np.array((self._seed32, micro_step, batch_idx, current_epoch, global_step), np.int32)
         variant = self._hot.get(flags)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
@@ -301,6 +373,7 @@ class Engine(EngineLogs):
             handle.updates += 1
         if hyper != self._floats_of:
             self._set_floats(hyper)
+            self._plain = None
         variant = self.variants.update(self)
         self._leaves = variant.call(self._leaves, self._floats)
         self._nnx_stale = True

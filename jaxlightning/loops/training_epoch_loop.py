@@ -172,9 +172,11 @@ class TrainingEpochLoop(Loop):
         max_batches = trainer.fit_loop.max_batches
         clip = (trainer.gradient_clip_val or None, str(trainer.gradient_clip_algorithm or "norm"))
         profile = trainer._active_profiler
-        train_step, fetch, sized = engine.train_step, stream.fetch, stream.length is not None
-        on_batch_start, on_step_output = connector.on_batch_start, connector.on_step_output
-        update_metrics = connector.update_train_step_metrics
+        train_step, train_batch = engine.train_step, engine.train_batch
+        fetch, sized, queue = stream.fetch, stream.length is not None, connector._queue
+        update_metrics, every_batch = connector.update_train_step_metrics, bool(trainer.fast_dev_run)
+        # Entered anew after each validation; between two batches of one epoch nobody else takes its place.
+        results = None
         # The name that `self.log` sees; hooks change it and put it back. See `call._enter` for the way it is written.
         space = vars(module)
         space["_current_fx_name"] = "training_step"
@@ -207,7 +209,9 @@ class TrainingEpochLoop(Loop):
                 batch = transfer(batch, 0)
             total.ready += 1
             current.ready += 1
-            on_batch_start("train", batch, None, batch_idx)
+            if results is None:
+                results = connector._enter("train")
+            results.start_batch(batch, None)
             outputs: Any = None
             if batch is None:
                 apply = not self._should_accumulate()  # for the logger's axis; there is no update
@@ -243,18 +247,22 @@ class TrainingEpochLoop(Loop):
                 if split is None:
                     if profile is not None:
                         profile.start("run_training_batch")
-                    out = train_step(
-                        batch,
-                        batch_idx=batch_idx,
-                        current_epoch=epoch,
-                        global_step=step_total.completed,
-                        micro_step=total.ready - 1,
-                        accumulate=accumulate,
-                        window_start=window_start,
-                        apply=apply,
-                        window_count=window_count,
-                        clip=clip,
-                        want_outputs=want_outputs,
+                    out = (
+                        train_batch(batch, batch_idx, epoch, step_total.completed, total.ready - 1, clip, want_outputs)
+                        if accumulate == 1
+                        else train_step(
+                            batch,
+                            batch_idx=batch_idx,
+                            current_epoch=epoch,
+                            global_step=step_total.completed,
+                            micro_step=total.ready - 1,
+                            accumulate=accumulate,
+                            window_start=window_start,
+                            apply=apply,
+                            window_count=window_count,
+                            clip=clip,
+                            want_outputs=want_outputs,
+                        )
                     )
                     if profile is not None:
                         profile.stop("run_training_batch")
@@ -287,7 +295,9 @@ class TrainingEpochLoop(Loop):
                     step_total.completed += 1
                     step_current.completed += 1
                 stepped = apply
-                on_step_output("train", out)
+                results.on_step_output(out)
+                if queue._waiting:
+                    queue.flush()
                 outputs = {} if out.skipped else out.outputs
             total.processed += 1
             current.processed += 1
@@ -302,7 +312,9 @@ class TrainingEpochLoop(Loop):
                 space["_current_fx_name"] = "training_step"
             total.completed += 1
             current.completed += 1
-            update_metrics()
+            every = trainer.log_every_n_steps
+            if every_batch or trainer.should_stop or (every and (self._batches_that_stepped + 1) % every == 0):
+                update_metrics()
             if val_epoch and (
                 current.ready % simple_val == 0 or (trainer.should_stop and trainer.fit_loop._can_stop_early)
                 if simple_val
@@ -310,6 +322,7 @@ class TrainingEpochLoop(Loop):
             ):
                 self._tail(validate=True, updated=stepped, stepped=apply)
                 space["_current_fx_name"] = "training_step"
+                results = None
             elif has_schedulers or trainer.should_stop:
                 self._tail(validate=False, updated=stepped, stepped=apply)
             elif apply:
