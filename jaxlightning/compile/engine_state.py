@@ -222,7 +222,10 @@ class EngineState:
 
     def take_created(self, params: dict[str, Any], variables: dict[str, Any]) -> None:
         """Takes over freshly created variables."""
-        self._set_tree(self.tree.replace(params=self.strategy.put(params), variables=self.strategy.put(variables)))
+        # Copies: equal outputs of a jitted function may share a buffer, and a buffer can be donated only once.
+        self._set_tree(
+            self.tree.replace(params=self.strategy.put(_copy(params)), variables=self.strategy.put(_copy(variables)))
+        )
 
     def copy_variables(self, source: str, target: str) -> None:
         """Gives the network `target` copies of the variables of `source`, when that has any."""
@@ -255,7 +258,7 @@ class EngineState:
                 fresh = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(fresh), grown)
             states.append(fresh)
         self._optimizer_paths = paths
-        self._set_tree(state.replace(opt_state=self.strategy.put(tuple(states))))
+        self._set_tree(state.replace(opt_state=self.strategy.put(_copy(tuple(states)))))
         if self._pending_optimizers is not None:
             pending, self._pending_optimizers = self._pending_optimizers, None
             self._load_optimizers(pending)
