@@ -138,7 +138,7 @@ def canonical_array(value: Array, path: Path, *, x64: bool, copy: bool) -> Array
     """
     table = _actions[x64]
     dtype = value.dtype
-    action = table.get(dtype)
+    action: Any = table.get(dtype)
     if action is None:
         action = table.setdefault(dtype, _action(dtype, x64))
         if action is _KEEP:
