@@ -189,7 +189,6 @@ class Binding:
         for owner in self.owners.values():
             for name, value in owner.__dict__["_nnx_attributes"].items():
                 owner.__dict__[name] = rebuild(value, lambda network: by_id.get(id(network), network))
-        trace.nnx = self.nnx
         try:
             yield
             self.nnx.collect(trace)

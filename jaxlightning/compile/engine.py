@@ -367,9 +367,9 @@ class Engine(EngineLogs):
         """The second half of a split step: the optimizers apply `grads`, times N/count."""
         if not self.binding.optimizers or not self.has_gradients:
             return
-        hyper: tuple[float, ...] = (1.0, accumulate / window_count, 0.0)
-        for handle in self.binding.optimizers:
-            hyper = (*hyper, *handle.host_hyper())
+        handles = self.binding.optimizers
+        hyper = _joined((1.0, accumulate / window_count, 0.0), [handle.host_hyper() for handle in handles])
+        for handle in handles:
             handle.updates += 1
         if hyper != self._floats_of:
             self._set_floats(hyper)

@@ -181,14 +181,6 @@ class EngineState:
         states = self.tree.opt_state
         return states[index] if index < len(states) else {}
 
-    def set_opt_state_of(self, handle: Any, value: Any) -> None:
-        """Replaces one optimizer's state."""
-        states = list(self.tree.opt_state)
-        index = self.binding.optimizers.index(handle)
-        states[index] = self._checked(f"opt_state[{index}]", states[index], value)
-        self._set_tree(self.tree.replace(opt_state=tuple(states)))
-        _state_replaced(handle)
-
     def params_of(self, network: str) -> Any:
         """A copy of one network's parameters, None before they exist."""
         found = self.tree.params.get(network)

@@ -166,7 +166,7 @@ class LinenNetwork:
             rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         if trace.creating:
             return self._create(trace, args, kwargs, method, rngs, mutable)
-        if "params" not in variables and not variables and self._path not in trace.params:
+        if not variables and self._path not in trace.params:
             raise RuntimeError(
                 f"Network `self.{self._path}` has no variables yet. Call `module.init(batch)` with an example batch, "
                 "set `example_input_array`, load a checkpoint, or start `fit`."

@@ -11,14 +11,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from jaxlightning.compile.log_plan import LogMeta
-
-if TYPE_CHECKING:
-    from jaxlightning.compile.nnx_networks import NnxGroup
 
 __all__ = ["LogEntry", "Scalars", "Trace", "activate", "current_trace", "note_stage_read"]
 
@@ -78,7 +75,6 @@ class Trace:
         scalars: Host numbers of this step.
         params: `{network: params}`, read by linen networks.
         variables: `{network: {collection: tree}}`; linen networks write updated collections here.
-        nnx: NNX networks bound to this step's variables, or None.
         creating: Whether missing variables of linen networks are created.
         created: Names of networks whose variables this run made or extended.
         init_seed: Traced seed from which keys of new variables derive.
@@ -93,7 +89,6 @@ class Trace:
     scalars: Scalars
     params: dict[str, Any]
     variables: dict[str, Any]
-    nnx: NnxGroup | None = None
     creating: bool = False
     created: set[str] = field(default_factory=set)
     init_seed: Any = None
