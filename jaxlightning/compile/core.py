@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxlightning.compile import packing
+from jaxlightning.compile.attributes import TracedAttributes
 from jaxlightning.compile.paths import merge, select
+from jaxlightning.compile.replay import HostEffects
 from jaxlightning.compile.run_step import OutputTree, StepInfo, is_array, run_user_step, step_key
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import LogEntry, Scalars, Trace
@@ -99,23 +101,44 @@ def _normalise_loss(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
     return loss.reshape(()), extras
 
 
+@dataclass
+class Differentiated:
+    """One training batch, differentiated.
+
+    Attributes:
+        loss: The loss, None when the step returned None.
+        extras: Further entries of the step's return value.
+        grads: Gradients of the owned parameters, None when there is nothing to differentiate.
+        variables: Updated collections of the networks.
+        attributes: Updated attributes that are carried.
+        logs: Calls of `self.log`.
+        effects: The arrays of what is repeated on the host; `StepInfo.effects` says what is done with them.
+        value_fn: The loss as a function of the owned parameters.
+    """
+
+    loss: Any
+    extras: dict[str, Any]
+    grads: Any
+    variables: dict[str, Any]
+    attributes: dict[str, Any]
+    logs: list[LogEntry]
+    effects: tuple[Any, ...]
+    value_fn: Callable[[Any], Any]
+
+
 def gradients(
     binding: Binding,
     params: dict[str, Any],
     variables: dict[str, Any],
+    attributes: dict[str, Any],
     batch: Any,
     scalars: Scalars,
     seed: Any,
     info: StepInfo,
     *,
     owned: Callable[[str], bool] | None,
-) -> tuple[Any, dict[str, Any], Any, dict[str, Any], list[LogEntry], Callable[[Any], Any]]:
-    """Loss and gradients of one training batch.
-
-    Returns:
-        Loss (None: skipped), extras, gradients of the owned parameters (None when there is nothing to differentiate),
-        updated variables, log entries, and the loss as a function of the owned parameters.
-    """
+) -> Differentiated:
+    """Loss and gradients of one training batch."""
     where = f"{type(binding.module).__name__}.training_step"
     trainable = params if owned is None else select(params, owned)
     metas: list[LogEntry] = []
@@ -125,7 +148,7 @@ def gradients(
         full = train_params if owned is None else merge(params, train_params)
         trace = Trace(
             kind="train", key=step_key(seed, scalars.micro_step, "train"), scalars=scalars,
-            params=dict(full), variables=dict(variables), silent=silent,
+            params=dict(full), variables=dict(variables), silent=silent, attributes=_carried(binding, attributes),
         )  # fmt: skip
         return run_user_step(binding, trace, batch, info if record else None, strict=strict), trace
 
@@ -138,7 +161,8 @@ def gradients(
         if loss is None:
             raise _SkippedError(trace, extras)
         output = OutputTree(extras)
-        return loss, (trace.variables, logged, output.detach(), _Static(output))
+        effects = _leave(info, trace)
+        return loss, (trace.variables, _values(trace), logged, effects, output.detach(), _Static(output))
 
     def value_fn(train_params: Any) -> Any:
         return loss_fn(train_params, silent=True, record=False)[0]
@@ -146,30 +170,51 @@ def gradients(
     try:
         if not binding.jit:
             # Once concretely, for effects and for a person at a breakpoint; once silently, for gradients.
-            loss, (variables, logged, extra_arrays, static) = loss_fn(trainable)
+            loss, (variables, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
             grads = (
                 jax.grad(value_fn)(trainable)
                 if jax.tree_util.tree_leaves(trainable) and owned is not _nothing
                 else None
             )
         elif owned is _nothing:
-            loss, (variables, logged, extra_arrays, static) = loss_fn(trainable)
+            loss, (variables, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
             grads = None
         else:
-            (loss, (variables, logged, extra_arrays, static)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-                trainable
-            )
+            (loss, (variables, attributes, logged, effects, extra_arrays, static)), grads = jax.value_and_grad(
+                loss_fn, has_aux=True
+            )(trainable)
     except _SkippedError:
         # Values of the differentiated run die with it; run once more without differentiation.
         info.skipped = True
         try:
             loss_fn(trainable)
         except _SkippedError as skipped:
-            return None, {}, None, skipped.trace.variables, list(skipped.trace.logs), value_fn
+            trace = skipped.trace
+            return Differentiated(
+                None, {}, None, trace.variables, _values(trace), list(trace.logs), _leave(info, trace), value_fn
+            )
         raise
     logs = [LogEntry(entry.meta, value, weight) for entry, (value, weight) in zip(metas, logged, strict=True)]
     extras = static.output.rebuild(extra_arrays)
-    return loss, extras, grads, variables, logs, value_fn
+    return Differentiated(loss, extras, grads, variables, attributes, logs, effects, value_fn)
+
+
+def _carried(binding: Binding, attributes: dict[str, Any]) -> TracedAttributes | None:
+    return TracedAttributes(attributes) if binding.jit else None
+
+
+def _values(trace: Trace) -> dict[str, Any]:
+    return {} if trace.attributes is None else trace.attributes.values
+
+
+def _leave(info: StepInfo, trace: Trace) -> tuple[Any, ...]:
+    """The arrays of what a step wants done on the host; what that is goes to `info`."""
+    if trace.silent:
+        return ()
+    effects = HostEffects(trace.replays)
+    info.effects = effects if effects else None
+    info.needs_host = info.needs_host or info.effects is not None
+    return effects.detach()
 
 
 class _SkippedError(Exception):
@@ -237,18 +282,20 @@ def train_step(
     scalars: Scalars,
     seed: Any,
     floats: Any,
-) -> tuple[TrainState, jax.Array, tuple[Any, ...], tuple[Any, ...], Any]:
+) -> tuple[TrainState, jax.Array, tuple[Any, ...], tuple[Any, ...], Any, tuple[Any, ...]]:
     """One training batch: gradients, accumulation, clipping, update, packed logs.
 
     Returns:
-        The new state, the step values, states of metric objects, the arrays of the outputs, finite flags (or None).
+        The new state, the step values, states of metric objects, the arrays of the outputs, finite flags (or None),
+        the arrays of effects on the host.
     """
     owned = _nothing if not binding.optimizers else binding.owned
     old = state
-    loss, extras, grads, variables, logs, value_fn = gradients(
-        binding, state.params, state.variables, batch, scalars, seed, info, owned=owned
+    result = gradients(
+        binding, state.params, state.variables, state.attributes, batch, scalars, seed, info, owned=owned
     )
-    state = state.replace(variables=variables)
+    loss, grads, logs = result.loss, result.grads, result.logs
+    state = state.replace(variables=result.variables, attributes=result.attributes)
     if loss is not None and options.buffer:
         loss = loss * floats[0].astype(loss.dtype)
     flags = None
@@ -260,7 +307,9 @@ def train_step(
         if options.clip is not None:
             grads = clip_gradients(grads, floats[2], options.clip)
         before = state
-        state = update(binding, state, grads, hyper_of(binding, floats), value=loss, grad=grads, value_fn=value_fn)
+        state = update(
+            binding, state, grads, hyper_of(binding, floats), value=loss, grad=grads, value_fn=result.value_fn
+        )
         if flags is not None:
             good = jnp.all(flags)
             kept = jax.tree.map(
@@ -272,9 +321,9 @@ def train_step(
     state = state.replace(acc=acc)
     arrays: tuple[Any, ...] = ()
     if options.outputs:
-        output = OutputTree({} if loss is None else {"loss": loss, **extras})
+        output = OutputTree({} if loss is None else {"loss": loss, **result.extras})
         arrays, info.outputs = output.detach(), output
-    return state, values, packing.states_of(logs), arrays, flags
+    return state, values, packing.states_of(logs), arrays, flags, result.effects
 
 
 def _accumulate(state: TrainState, grads: Any, floats: Any, options: TrainOptions) -> tuple[TrainState, Any]:
@@ -311,20 +360,21 @@ def eval_step(
     options: EvalOptions,
     params: Any,
     variables: Any,
+    attributes: Any,
     acc: Any,
     batch: Any,
     scalars: Scalars,
     seed: Any,
-) -> tuple[Any, jax.Array, tuple[Any, ...], tuple[Any, ...]]:
+) -> tuple[Any, jax.Array, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """One evaluation or prediction batch.
 
     Returns:
-        New accumulators, step values, states of metric objects, arrays of the outputs.
+        New accumulators, step values, states of metric objects, arrays of the outputs, arrays of effects on the host.
     """
     scalars = dataclasses.replace(scalars, dataloader_idx=options.dataloader_idx)
     trace = Trace(
         kind=options.stage, key=step_key(seed, scalars.micro_step, options.stage), scalars=scalars,
-        params=dict(params), variables=dict(variables),
+        params=dict(params), variables=dict(variables), attributes=_carried(binding, attributes),
     )  # fmt: skip
     result = run_user_step(binding, trace, batch, info, strict=binding.jit)
     info.stage_read = trace.stage_read
@@ -335,4 +385,4 @@ def eval_step(
     if options.outputs:
         output = OutputTree(result)
         arrays, info.outputs = output.detach(), output
-    return acc, values, packing.states_of(trace.logs), arrays
+    return acc, values, packing.states_of(trace.logs), arrays, _leave(info, trace)

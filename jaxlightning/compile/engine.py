@@ -19,6 +19,7 @@ from jaxlightning.compile.binding import Binding
 from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.creation import create_variables, verify_restored
 from jaxlightning.compile.engine_logs import EngineLogs
+from jaxlightning.compile.facts import EffectFacts
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
 from jaxlightning.compile.packing import SlotTable, float_dtype
@@ -94,6 +95,7 @@ class Engine(EngineLogs):
         self.jit = jit
         self.seed = seed
         self.detect_anomaly = detect_anomaly
+        self.effect_facts = EffectFacts()
         self.tables: dict[str, SlotTable] = {}
         self.on_variables_created: list[Callable[[], None]] = []
         self._dirty = False
@@ -239,7 +241,7 @@ class Engine(EngineLogs):
             if same:
                 ints = np.array((self._seed32, micro_step, batch_idx, current_epoch, global_step), np.int32)
                 try:
-                    self._leaves, values, states, outputs, finite = variant.call(
+                    self._leaves, values, states, outputs, finite, _ = variant.call(
                         self._leaves, leaves, ints, self._floats
                     )
                 except TypeError:  # another shape or kind of leaf; nothing was consumed
@@ -265,8 +267,7 @@ class Engine(EngineLogs):
         value, algorithm = clip
         flags = (self.keep_gradients, True, True, (algorithm or "norm") if value else None, want_outputs)
         hot = None if self.keep_gradients else self._hot.get(flags)
-        # Host leaves have to be taken out of every batch, so such a variant stays on the long way.
-        self._plain = hot if hot is not None and hot.positions is None else None
+        self._plain = hot if hot is not None and hot.plain else None
         self._plain_choice = (clip, want_outputs)
         self._hyper_lists = [handle.host_hyper() for handle in self.binding.optimizers]
         if self._plain is not None and self._floats_of != _joined((1.0, 1.0, value or 0.0), self._hyper_lists):
@@ -320,17 +321,23 @@ class Engine(EngineLogs):
         variant = self._hot.get(flags)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
             try:
-                self._leaves, values, states, outputs, finite = variant.call(self._leaves, arrays, ints, self._floats)
+                self._leaves, values, states, outputs, finite, effects = variant.call(
+                    self._leaves, arrays, ints, self._floats
+                )
             except TypeError:  # another shape; the compiled call checks before it consumes anything
                 variant = None
         else:
             variant = None
         if variant is None:
             variant = self._train_variant(flags, batch, arrays, treedef, positions, ints)
-            self._leaves, values, states, outputs, finite = variant.call(self._leaves, arrays, ints, self._floats)
+            self._leaves, values, states, outputs, finite, effects = variant.call(
+                self._leaves, arrays, ints, self._floats
+            )
         self._nnx_stale = True
         if finite is not None:
             self._raise_anomaly(finite, variant, micro_step)
+        if variant.info.effects is not None:
+            variant.info.effects(effects)
         return StepOutput(variant.info.plan, values, states, variant.info.skipped, variant.info.outputs, outputs)
 
     def _train_variant(
@@ -403,7 +410,7 @@ class Engine(EngineLogs):
         variant = self._hot_eval.get(flags)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
             try:
-                self._eval_acc[stage], values, states, outputs = variant.call(state, acc, arrays, ints)
+                self._eval_acc[stage], values, states, outputs, effects = variant.call(state, acc, arrays, ints)
             except TypeError:
                 variant = None
         else:
@@ -416,7 +423,11 @@ class Engine(EngineLogs):
                 self, EvalOptions(stage, dataloader_idx, want_outputs), table, batch, arrays, treedef, positions, ints
             )
             self._hot_eval[flags] = variant
-            self._eval_acc[stage], values, states, outputs = variant.call(state, self._eval_acc[stage], arrays, ints)
+            self._eval_acc[stage], values, states, outputs, effects = variant.call(
+                state, self._eval_acc[stage], arrays, ints
+            )
+        if variant.info.effects is not None:
+            variant.info.effects(effects)
         return StepOutput(variant.info.plan, values, states, False, variant.info.outputs, outputs)
 
     def predict_step(

@@ -62,7 +62,7 @@ class EngineState:
         if self.state_treedef is None or treedef != self.state_treedef:
             first = self.state_treedef is None
             self.state_treedef = treedef
-            evaluation: Any = jax.tree_util.tree_structure((state.params, state.variables))
+            evaluation: Any = jax.tree_util.tree_structure((state.params, state.variables, state.attributes))
             same = not first and evaluation == self.evaluation_treedef
             self.evaluation_treedef = evaluation
             self._n_eval = evaluation.num_leaves
@@ -87,7 +87,7 @@ class EngineState:
         return self._seed32
 
     def evaluation_leaves(self) -> tuple[Any, ...]:
-        """Leaves of parameters and variables, those to evaluate with."""
+        """Leaves of parameters, variables and attributes, those to evaluate with."""
         for handle in self.binding.optimizers:
             if handle.has_eval_params and self._optimizer_paths is not None:
                 return self._averaged_leaves()
@@ -102,7 +102,7 @@ class EngineState:
                 mine = params if own is None else select(params, own)
                 changed = handle.eval_params(opt_state, mine)
                 params = merge(params, changed)
-        return tuple(jax.tree_util.tree_leaves((params, state.variables)))
+        return tuple(jax.tree_util.tree_leaves((params, state.variables, state.attributes)))
 
     def evaluation_accumulators(self, stage: str) -> Any:
         """The live accumulators of an evaluation stage."""

@@ -149,10 +149,10 @@ def functionalize(
 
         def step(table: SlotTable, info: StepInfo, acc: Any) -> Any:
             floats = jnp.concatenate([jnp.asarray(lead), state.hyper])
-            train_state = TrainState(state.params, state.variables, state.opt_state, None, acc)
+            train_state = TrainState(state.params, state.variables, {}, state.opt_state, None, acc)
             return core.train_step(binding, table, info, options, train_state, batch, scalars, state.seed, floats)
 
-        (new, values, _, arrays, _), info, _ = run("train", step)
+        (new, values, _, arrays, _, _), info, _ = run("train", step)
         outputs = info.outputs.rebuild(arrays) if info.outputs is not None else {}
         logs = {**outputs, **logs_of(info, values)}
         return (
@@ -165,15 +165,14 @@ def functionalize(
 
         def step(table: SlotTable, info: StepInfo, acc: Any) -> Any:
             return core.eval_step(
-                binding, table, info, EvalOptions(stage, outputs=True), state.params, state.variables, acc, batch,
-                scalars,
-                state.seed,
+                binding, table, info, EvalOptions(stage, outputs=True), state.params, state.variables, {}, acc, batch,
+                scalars, state.seed,
             )  # fmt: skip
 
         mode, modes = module.training, binding.modes()
         module.eval()
         try:
-            (_, values, _, arrays), info, _ = run(stage, step)
+            (_, values, _, arrays, _), info, _ = run(stage, step)
         finally:
             module.training = mode
             binding.restore_modes(modes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ import numpy as np
 from jaxlightning.compile.effects import ReadRecorder, SideEffects, refuse_writes, tracing_class
 from jaxlightning.compile.explain import explain
 from jaxlightning.compile.log_plan import LogPlan
+from jaxlightning.compile.outputs import OutputTree, is_array
+from jaxlightning.compile.replay import HostEffects
 from jaxlightning.compile.trace import Scalars, Trace, activate, trace_level
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class StepInfo:
         finite_names: What the entries of the finite flags are.
         stage_read: The step asked the trainer for its stage.
         reads: Attributes of the module that became constants.
+        needs_host: Something has to be done on the host before or after each call.
+        effects: What is done with the arrays that the compiled call returns last, None for nothing.
     """
 
     plan: LogPlan = field(default_factory=LogPlan)
@@ -52,34 +56,8 @@ class StepInfo:
     finite_names: tuple[str, ...] = ()
     stage_read: bool = False
     reads: ReadRecorder = field(default_factory=ReadRecorder)
-
-
-class OutputTree:
-    """Structure of a step's return value: arrays travel through the compiled call, everything else is remembered."""
-
-    def __init__(self, value: Any) -> None:
-        leaves, self._treedef = jax.tree_util.tree_flatten(value)
-        self._static = [None if is_array(leaf) else leaf for leaf in leaves]
-        self._is_array = [is_array(leaf) for leaf in leaves]
-        self.arrays = tuple(leaf for leaf in leaves if is_array(leaf))
-
-    def detach(self) -> tuple[Any, ...]:
-        """The arrays; afterwards the object holds only the structure."""
-        arrays, self.arrays = self.arrays, ()
-        return arrays
-
-    def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """The user's return value with concrete arrays."""
-        given = iter(arrays)
-        leaves = [
-            next(given) if is_array else static for is_array, static in zip(self._is_array, self._static, strict=True)
-        ]
-        return jax.tree_util.tree_unflatten(self._treedef, leaves)
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a value of a step is an array."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    needs_host: bool = False
+    effects: HostEffects | None = None
 
 
 def step_key(seed: Any, micro_step: Any, stage: str) -> jax.Array:
@@ -148,7 +126,7 @@ def run_user_step(
             else:
                 args, kwargs = arguments(function, batch, trace.scalars)
             result = function(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             explain(error, f"{cls.__name__}.{fx}")
             for effect in effects:
                 effect.restore()

@@ -14,12 +14,14 @@ __all__ = ["TrainState"]
 class TrainState:
     """Everything that training steps read and change on the device.
 
-    The order of the fields matters: evaluation takes the leading leaves (parameters and variables), and the packed
-    accumulators come last, where the engine replaces them.
+    The order of the fields matters: evaluation takes the leading leaves (parameters, variables, attributes), and the
+    packed accumulators come last, where the engine replaces them.
 
     Attributes:
         params: `{network: nested parameters}`.
         variables: `{network: {collection: nested}}`: batch statistics and the like.
+        attributes: `{path: array or container of arrays}`: attributes of the module (and of its child modules, under
+            dotted paths) that hold arrays and that a step reads.
         opt_state: One optax state per optimizer.
         grads: Accumulated gradients of the parameters that optimizers own, or None where no variant keeps any.
         acc: Packed accumulators of the training epoch, shape [2, capacity].
@@ -27,6 +29,7 @@ class TrainState:
 
     params: dict[str, Any]
     variables: dict[str, Any]
+    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     opt_state: tuple[Any, ...] = ()
     grads: Any = None
     acc: Any = None
@@ -37,5 +40,5 @@ class TrainState:
 
 
 jax.tree_util.register_dataclass(
-    TrainState, data_fields=["params", "variables", "opt_state", "grads", "acc"], meta_fields=[]
+    TrainState, data_fields=["params", "variables", "attributes", "opt_state", "grads", "acc"], meta_fields=[]
 )

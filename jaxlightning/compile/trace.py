@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxlightning.compile.log_plan import LogMeta
 
-__all__ = ["LogEntry", "Scalars", "Trace", "activate", "current_trace", "note_stage_read"]
+if TYPE_CHECKING:
+    from jaxlightning.compile.attributes import TracedAttributes
+    from jaxlightning.compile.facts import EffectFacts
+    from jaxlightning.compile.replay import Replay
+
+__all__ = ["LogEntry", "RetraceError", "Scalars", "Trace", "activate", "current_trace", "note_stage_read"]
 
 _NEXT_RNG_SALT = 0x6E657874
 _active = threading.local()
@@ -37,6 +42,22 @@ def activate(trace: Trace) -> Iterator[Trace]:
         yield trace
     finally:
         _active.trace = previous
+
+
+class RetraceError(BaseException):
+    """Raised while a step is traced: something is state, or follows the host, after all, so it is traced once more.
+
+    Not an `Exception`, because a `try` of the user's step must not catch it.
+
+    Args:
+        what: What was learnt, for the message when tracing does not settle, for example `"the array `self.ema`"`.
+        learn: Puts what was learnt into the engine's `effect_facts`; called before the step is traced again.
+    """
+
+    def __init__(self, what: str, learn: Callable[[EffectFacts], None]) -> None:
+        super().__init__(what)
+        self.what = what
+        self.learn = learn
 
 
 @dataclass
@@ -82,6 +103,9 @@ class Trace:
         silent: Whether effects are dropped (a second run for gradients, or a run for creation).
         stage_read: Whether the step asked the trainer for its stage.
         level: The JAX trace in which the step runs; a write under another one sits inside a user's own transform.
+        attributes: Arrays and containers on the module that the step reads and writes; None where they are plain
+            attributes (`jit=False`).
+        replays: Calls and changes that are repeated on the host after each step, in order.
     """
 
     kind: str
@@ -98,6 +122,8 @@ class Trace:
     stage_read: bool = False
     network_calls: dict[str, int] = field(default_factory=dict)
     rng_calls: int = 0
+    attributes: TracedAttributes | None = None
+    replays: list[Replay] = field(default_factory=list)
 
     def add_log(self, meta: LogMeta, value: Any, weight: Any = None) -> None:
         """Records one call of `self.log`; `value` is a 0-d array or number, `weight` None means one."""

@@ -18,7 +18,7 @@ from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.packing import SlotTable
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.state import TrainState
-from jaxlightning.compile.trace import Scalars
+from jaxlightning.compile.trace import RetraceError, Scalars
 
 if TYPE_CHECKING:
     from jaxlightning.compile.engine import Engine
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["CompiledStep", "Variants", "weak_integers"]
 
 _log = logging.getLogger("jaxlightning")
+
+_MAX_RETRACES = 100
+"""Traces of one variant that end in a discovery; each settles at least one attribute for good."""
 
 
 class CompiledStep:
@@ -55,6 +58,12 @@ class CompiledStep:
         self.positions = positions
         self.seconds = seconds
         self._traced, self._lowered, self._compiled = stages
+
+    @property
+    def plain(self) -> bool:
+        """Whether a batch needs nothing on the host but the call itself."""
+        # Host leaves have to be taken out of every batch, so such a variant stays on the long way too.
+        return self.positions is None and not self.info.needs_host
 
     def _have(self, stage: Any) -> Any:
         if stage is None:
@@ -151,7 +160,10 @@ class Variants:
         positions: Any, ints: Any,
     ) -> CompiledStep:  # fmt: skip
         """The variant for one training batch."""
-        key = ("train", options, engine.binding.mode_key(), treedef, positions, _shapes(engine.leaves), _shapes(arrays))
+
+        def key() -> Any:
+            shapes = (engine.state_treedef, treedef, positions, _shapes(engine.leaves), _shapes(arrays))
+            return ("train", options, engine.binding.mode_key(), *shapes)
 
         def build(info: StepInfo) -> Callable[..., Any]:
             join = _joiner(batch, treedef, positions)
@@ -160,10 +172,10 @@ class Variants:
             def step(leaves: Any, arrays: Any, ints: Any, floats: Any) -> Any:
                 state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
                 seed, *numbers = weak_integers(ints)
-                state, values, states, outputs, finite = core.train_step(
+                state, values, states, outputs, finite, effects = core.train_step(
                     engine.binding, table, info, options, state, join(arrays), Scalars.of(numbers), seed, floats
                 )
-                return _flat(state, state_treedef), values, states, outputs, finite
+                return _flat(state, state_treedef), values, states, outputs, finite, effects
 
             return step
 
@@ -182,16 +194,20 @@ class Variants:
         asked = options
         if options.stage == "sanity_check" and not self._stage_sensitive:
             options = dataclasses.replace(options, stage="validate")  # the same step: compiled once for both
-        leaves = engine.evaluation_leaves()
-        shape = (engine.binding.mode_key(), treedef, positions, _shapes(leaves), _shapes(arrays))
-        key = ("eval", options, *shape)
+
+        def shape() -> tuple[Any, ...]:
+            shapes = (treedef, positions, _shapes(engine.evaluation_leaves()), _shapes(arrays))
+            return (engine.binding.mode_key(), engine.evaluation_treedef, *shapes)
+
+        def key() -> Any:
+            return ("eval", options, *shape())
 
         def build(info: StepInfo) -> Callable[..., Any]:
             join = _joiner(batch, treedef, positions)
             state_treedef = engine.evaluation_treedef
 
             def step(leaves: Any, acc: Any, arrays: Any, ints: Any) -> Any:
-                params, variables = jax.tree_util.tree_unflatten(state_treedef, leaves)
+                params, variables, attributes = jax.tree_util.tree_unflatten(state_treedef, leaves)
                 seed, *numbers = weak_integers(ints)
                 return core.eval_step(
                     engine.binding,
@@ -200,6 +216,7 @@ class Variants:
                     options,
                     params,
                     variables,
+                    attributes,
                     acc,
                     join(arrays),
                     Scalars.of(numbers),
@@ -217,7 +234,7 @@ class Variants:
         if variant.info.stage_read and not self._stage_sensitive and options.stage == "validate":
             # It asked for the stage, so what it found holds for this stage only.
             self._stage_sensitive = True
-            self._cache[("eval", asked, *shape)] = self._cache.pop(key)
+            self._cache[("eval", asked, *shape())] = self._cache.pop(key())
         return variant
 
     def update(self, engine: Engine) -> CompiledStep:
@@ -238,19 +255,44 @@ class Variants:
             return engine.leaves, engine.floats
 
         return self._get(
-            ("update",), "update", build, args, engine, None, donate=(0,), batch=None, treedef=None, positions=None
-        )
+            lambda: ("update",), "update", build, args, engine, None, donate=(0,), batch=None, treedef=None,
+            positions=None,
+        )  # fmt: skip
 
     # --- compilation --------------------------------------------------------------------------------------------
 
     def _get(
+        self, make_key: Callable[[], Any], kind: str, build: Callable[[StepInfo], Callable[..., Any]],
+        args: Callable[[], tuple[Any, ...]], engine: Engine, table: SlotTable | None, *, donate: tuple[int, ...],
+        batch: int | None, treedef: Any, positions: Any,
+    ) -> CompiledStep:  # fmt: skip
+        learnt: list[str] = []
+        while True:
+            # Computed anew after each try: what a trace learns may change the state.
+            key = make_key()
+            found = self._cache.get(key)
+            if found is not None:
+                return found
+            try:
+                return self._make(
+                    key, kind, build, args, engine, table, donate=donate, batch=batch, treedef=treedef,
+                    positions=positions,
+                )  # fmt: skip
+            except RetraceError as error:
+                learnt.append(error.what)
+                if len(learnt) > _MAX_RETRACES:
+                    raise RuntimeError(
+                        f"The {kind} step of {self.owner} was traced {len(learnt)} times and every trace found "
+                        f"something new: {'; '.join(learnt[-4:])}. A step may meet many attributes, but not new ones whenever it "
+                        "is traced."
+                    ) from None
+                error.learn(engine.effect_facts)
+
+    def _make(
         self, key: Any, kind: str, build: Callable[[StepInfo], Callable[..., Any]], args: Callable[[], tuple[Any, ...]],
         engine: Engine, table: SlotTable | None, *, donate: tuple[int, ...], batch: int | None, treedef: Any,
         positions: Any,
     ) -> CompiledStep:  # fmt: skip
-        found = self._cache.get(key)
-        if found is not None:
-            return found
         start = time.perf_counter()
         info = StepInfo()
         function = build(info)
