@@ -283,8 +283,8 @@ class Variants:
                 if len(learnt) > _MAX_RETRACES:
                     raise RuntimeError(
                         f"The {kind} step of {self.owner} was traced {len(learnt)} times and every trace found "
-                        f"something new: {'; '.join(learnt[-4:])}. A step may meet many attributes, but not new ones whenever it "
-                        "is traced."
+                        f"something new: {'; '.join(learnt[-4:])}. A step may meet many attributes, but not new ones "
+                        "whenever it is traced."
                     ) from None
                 error.learn(engine.effect_facts)
 
