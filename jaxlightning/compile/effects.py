@@ -7,14 +7,26 @@ again; a step that writes is refused with the names of what it wrote.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jaxlightning.compile.networks import is_network, walk
+from jaxlightning.compile.user_code import user_line
 
-__all__ = ["ReadRecorder", "SideEffects", "refuse_writes", "same_value", "snapshot_value", "tracing_class"]
+if TYPE_CHECKING:
+    from jaxlightning.compile.trace import Trace
+
+__all__ = [
+    "OwnerTracer",
+    "ReadRecorder",
+    "SideEffects",
+    "refuse_writes",
+    "same_value",
+    "snapshot_value",
+    "tracing_class",
+]
 
 INTERNAL = frozenset(
     {
@@ -22,7 +34,7 @@ INTERNAL = frozenset(
         "_trainer",
         "_engine",
         "_modes",
-        "_read_recorder",
+        "_tracer",
         "training",
         "_nnx_attributes",
         "_host_rng_calls",
@@ -105,11 +117,58 @@ def _plain_attribute(module: Any, name: str) -> Any:
     return _MISSING
 
 
+class OwnerTracer:
+    """What a read or a write of an attribute means while a step runs: one for each module, for one trace.
+
+    Args:
+        owner: The module, or one of its child modules.
+        prefix: Its path with a dot at its end; empty for the module itself.
+        trace: The run of the step.
+        recorder: Remembers what was read as a constant.
+    """
+
+    def __init__(self, owner: Any, prefix: str, trace: Trace, recorder: ReadRecorder) -> None:
+        self.owner = owner
+        self.prefix = prefix
+        self.trace = trace
+        self.recorder = recorder
+        self.settled: set[str] = set()
+        self.lines: dict[str, str] = {}
+
+    def read(self, name: str, value: Any) -> Any:
+        """What the step sees of an attribute that holds `value`."""
+        if self.trace.numbers is not None and is_number(value):
+            return self.trace.numbers.read(self.prefix, name, value)
+        self.recorder.record(self.owner, name, value)
+        return value
+
+    def missing(self, name: str) -> None:
+        """The step asked for an attribute that there is not."""
+        self.recorder.record(self.owner, name, _MISSING)
+
+    def write(self, name: str, value: Any) -> None:
+        """The step is about to set an attribute."""
+        self.lines[name] = user_line()
+        self.settled.discard(name)
+        if self.trace.numbers is not None and is_number(value) and self.trace.numbers.write(self.prefix, name, value):
+            self.settled.add(name)
+
+    def delete(self, name: str) -> None:
+        """The step is about to delete an attribute."""
+        self.lines[name] = user_line()
+        self.settled.discard(name)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of Python's, or one that stands for it in a step."""
+    return type(value) in (int, float, bool) or type(value).__name__ == "HostNumber"
+
+
 _tracing_classes: dict[type, type] = {}
 
 
 def tracing_class(cls: type) -> type:
-    """A subclass of the user's class that records reads; an instance wears it only while it is traced.
+    """A subclass of the user's class that tells its `OwnerTracer` of reads and writes, worn only in a trace.
 
     A permanent `__getattribute__` would cost every read outside a trace.
     """
@@ -118,21 +177,39 @@ def tracing_class(cls: type) -> type:
         return found
 
     def getattribute(self: Any, name: str) -> Any:
-        if name[:2] != "__" and name not in INTERNAL:
-            instance = object.__getattribute__(self, "__dict__")
-            recorder = instance.get("_read_recorder")
-            if recorder is not None and name not in instance.get("_nnx_attributes", ()):
-                plain = _plain_attribute(self, name)
-                # Methods and properties are code; what they read is recorded by itself.
-                if not hasattr(type(plain), "__get__") and not is_network(plain):
-                    recorder.record(self, name, plain)
+        if name[:2] == "__" or name in INTERNAL:
+            return object.__getattribute__(self, name)
+        instance = object.__getattribute__(self, "__dict__")
+        tracer = instance.get("_tracer")
+        if tracer is None or name in instance.get("_nnx_attributes", ()):
+            return object.__getattribute__(self, name)
+        plain = _plain_attribute(self, name)
+        if plain is _MISSING:
+            tracer.missing(name)
+        # Methods and properties are code; what they read is recorded by itself.
+        elif not hasattr(type(plain), "__get__") and not is_network(plain):
+            return tracer.read(name, plain)
         return object.__getattribute__(self, name)
+
+    def setattribute(self: Any, name: str, value: Any) -> None:
+        tracer = object.__getattribute__(self, "__dict__").get("_tracer")
+        if tracer is not None and name not in INTERNAL:
+            tracer.write(name, value)
+        cls.__setattr__(self, name, value)
+
+    def deleteattribute(self: Any, name: str) -> None:
+        tracer = object.__getattribute__(self, "__dict__").get("_tracer")
+        if tracer is not None:
+            tracer.delete(name)
+        cls.__delattr__(self, name)
 
     made = type(
         cls.__name__,
         (cls,),
         {
             "__getattribute__": getattribute,
+            "__setattr__": setattribute,
+            "__delattr__": deleteattribute,
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
@@ -158,22 +235,28 @@ class SideEffects:
         self.before = dict(module.__dict__)
         self.copies = {name: _containers(value) for name, value in self.before.items() if name not in INTERNAL}
 
-    def restore(self) -> list[str]:
+    def restore(self, tracer: OwnerTracer | None = None) -> list[str]:
         """Undoes what the trace wrote.
 
+        Args:
+            tracer: Knows which writes are taken care of, and their lines.
+
         Returns:
-            The names of what was written, for example `"count"` or `"outputs (appended to)"`.
+            The names of what was written, for example `"count"` or `"outputs (a list changed in place)"`.
         """
         instance = self.module.__dict__
+        settled = set() if tracer is None else tracer.settled
         written = []
         for name in [n for n in instance if n not in self.before and n not in INTERNAL]:
-            written.append(name)
+            if name not in settled:
+                written.append(name)
             del instance[name]
         for name, value in self.before.items():
             if name in INTERNAL:
                 continue
             if instance.get(name, self) is not value:
-                written.append(name)
+                if name not in settled:
+                    written.append(name)
                 instance[name] = value
             for container, contents in self.copies.get(name, ()):
                 if not _same_contents(container, contents):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlightning.compile.effects import ReadRecorder, SideEffects, refuse_writes, tracing_class
+from jaxlightning.compile.effects import OwnerTracer, ReadRecorder, SideEffects, refuse_writes, tracing_class
 from jaxlightning.compile.explain import explain
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.outputs import OutputTree, is_array
@@ -111,10 +111,13 @@ def run_user_step(
     classes = [(owner, type(owner)) for owner in owners.values()]
     trace.level = trace_level()
     names = [(owner.__dict__, owner.__dict__.get("_current_fx_name")) for owner in owners.values()]
+    tracers: list[OwnerTracer | None] = [None for _ in owners]
+    if info is not None:
+        tracers = [OwnerTracer(owner, prefix, trace, info.reads) for prefix, owner in owners.items()]
     with activate(trace), binding.bound(trace):
         if info is not None:
-            for owner, kind in classes:
-                owner.__dict__["_read_recorder"] = info.reads
+            for (owner, kind), tracer in zip(classes, tracers, strict=True):
+                owner.__dict__["_tracer"] = tracer
                 object.__setattr__(owner, "__class__", tracing_class(kind))
         for instance, _ in names:
             instance["_current_fx_name"] = fx
@@ -135,10 +138,10 @@ def run_user_step(
             if info is not None:
                 for owner, kind in classes:
                     object.__setattr__(owner, "__class__", kind)
-                    owner.__dict__.pop("_read_recorder", None)
+                    owner.__dict__.pop("_tracer", None)
             for instance, before in names:
                 instance["_current_fx_name"] = before
-    written = [name for effect in effects for name in effect.restore()]
+    written = [name for effect, tracer in zip(effects, tracers, strict=False) for name in effect.restore(tracer)]
     if strict and not trace.silent:
         refuse_writes(written, f"{cls.__name__}.{fx}")
     if generators is not None:

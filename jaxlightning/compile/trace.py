@@ -106,6 +106,8 @@ class Trace:
         attributes: Arrays and containers on the module that the step reads and writes; None where they are plain
             attributes (`jit=False`).
         replays: Calls and changes that are repeated on the host after each step, in order.
+        numbers: Numbers on the module that follow the host: `read(prefix, name, value)` gives what the step sees,
+            `write(prefix, name, value)` says whether it takes care of the write. None: they are constants.
     """
 
     kind: str
@@ -124,6 +126,7 @@ class Trace:
     rng_calls: int = 0
     attributes: TracedAttributes | None = None
     replays: list[Replay] = field(default_factory=list)
+    numbers: Any = None
 
     def add_log(self, meta: LogMeta, value: Any, weight: Any = None) -> None:
         """Records one call of `self.log`; `value` is a 0-d array or number, `weight` None means one."""
