@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxlightning.adapters import ArrayLoader, as_source
 
 

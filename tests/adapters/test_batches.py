@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+
 from jaxlightning.adapters import _leaves, as_source, to_channels_last
 
 Pair = collections.namedtuple("Pair", ["x", "y"])

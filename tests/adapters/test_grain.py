@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from jaxlightning.adapters import as_source
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+
 from jaxlightning.adapters import (
     Prefetcher,
     Source,

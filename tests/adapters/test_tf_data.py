@@ -14,6 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+
 from jaxlightning.adapters import as_source
 
 pytestmark = [pytest.mark.tf, pytest.mark.slow]  # importing TensorFlow alone takes seconds

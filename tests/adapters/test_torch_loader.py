@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from jaxlightning.adapters import as_source
 
 pytestmark = pytest.mark.torch

@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxlightning.adapters import as_source
 
 pytestmark = pytest.mark.torch
