@@ -246,15 +246,22 @@ class Source(abc.ABC):
         """Give the same source read with other options.
 
         Args:
-            options: The options wanted; the defaults leave the source as it is.
+            options: The options wanted. Those that are not at their defaults replace the source's own, which the user
+                chose with `as_source`.
 
         Returns:
             This source, or a copy with the options.
         """
-        if options in (self.options, SourceOptions()):
+        wanted = {
+            field.name: getattr(options, field.name)
+            for field in dataclasses.fields(options)
+            if getattr(options, field.name) != field.default
+        }
+        merged = dataclasses.replace(self.options, **wanted)
+        if merged == self.options:
             return self
         new = self._copy()
-        new.options = options
+        new.options = merged
         return new
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxlightning.compile.batch_mask import BatchMask
 from jaxlightning.compile.effects import INTERNAL, has_networks
 from jaxlightning.compile.networks import stamp_origin
 from jaxlightning.compile.paths import flatten, merge
@@ -43,6 +44,8 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
         automatic_optimization: Whether the framework computes gradients and applies the optimizer.
         example_input_array: Input of `forward` from which variables are created and summaries get shapes; a tuple is
             passed as positional arguments, a dict by name.
+        batch_mask: Inside a step, which rows of its batch are real, bool of shape [rows]; all of them unless
+            `Trainer(pad_batches=...)` fills up short batches.
 
     Example:
         ```python
@@ -61,6 +64,8 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
                 return optax.adam(1e-3)
         ```
     """
+
+    batch_mask = BatchMask()
 
     def __init__(self) -> None:
         super().__init__()

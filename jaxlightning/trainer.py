@@ -30,7 +30,9 @@ from jaxlightning.trainer_flags import (
     canonical_precision,
     check_barebones,
     check_clipping,
+    check_pad_batches,
     check_unbuilt,
+    check_vectorize,
     defaults_from_env,
     set_normal_defaults,
     time_interval_seconds,
@@ -95,6 +97,11 @@ class Trainer(TrainerVerbs, TrainerProperties):
         model_registry: Not built yet.
         jit: Compile the steps; False runs them eagerly, so that a breakpoint shows numbers.
         channels_last: Turn NCHW image leaves of batches into NHWC.
+        vectorize: How torch DataLoaders over data in memory are read: "auto" indexes the arrays in one go where that
+            gives the same bits, True raises where it cannot, False never does, "distribution" also replaces random
+            crops and flips by versions that draw other numbers.
+        pad_batches: Fill short batches up to one shape, so that the last batch compiles nothing new: True for the
+            loader's batch size, a number for that many rows. Steps get a mask, `self.batch_mask`.
         log_compiles: Report every compilation at INFO.
         seed: Seed of parameters and random keys; that of `seed_everything` by default, else 0.
 
@@ -157,6 +164,8 @@ class Trainer(TrainerVerbs, TrainerProperties):
         model_registry: str | None = None,
         jit: bool = True,
         channels_last: bool = False,
+        vectorize: bool | str = "auto",
+        pad_batches: bool | int = False,
         log_compiles: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -172,6 +181,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         self._default_root_dir = default_root(default_root_dir)
         self._jit, self.channels_last, self._log_compiles = jit, channels_last, log_compiles
         self._seed_flag = seed
+        self._vectorize, self._pad_batches = check_vectorize(vectorize), check_pad_batches(pad_batches)
         self._module: Any = None
         self._engine: Any = None
         self._optimizers: list[Any] = []

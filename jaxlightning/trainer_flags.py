@@ -261,3 +261,27 @@ def check_clipping(value: Any, algorithm: str | None) -> str | None:
             f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
         )
     return algorithm.lower()
+
+
+def check_vectorize(value: Any) -> Any:
+    """Check how torch DataLoaders over data in memory are read.
+
+    Raises:
+        ValueError: For anything but "auto", "distribution", True and False.
+    """
+    if value not in ("auto", "distribution", True, False) or isinstance(value, (int, float)) != isinstance(value, bool):
+        raise ValueError(f'`vectorize` must be "auto", "distribution", True or False, but got {value!r}.')
+    return value
+
+
+def check_pad_batches(value: Any) -> bool | int:
+    """Check how short batches are filled up.
+
+    Raises:
+        ValueError: For anything but True, False and a positive integer.
+    """
+    if isinstance(value, bool) or (isinstance(value, int) and value > 0):
+        return value
+    raise ValueError(
+        f"`pad_batches` must be True (the loader's batch size), False or a positive number of rows, but got {value!r}."
+    )

@@ -133,7 +133,12 @@ def attach_engine(trainer: Trainer) -> None:
         engine = before
         engine.attach()
     else:
-        engine = Engine(
+        kind: type[Engine] = Engine
+        if trainer._pad_batches:
+            from jaxlightning.compile.padding import PaddingEngine
+
+            kind = PaddingEngine
+        engine = kind(
             module,
             strategy=strategy,
             jit=settings[0],
@@ -151,8 +156,32 @@ def attach_engine(trainer: Trainer) -> None:
             engine.load_state_dict(sections, strict=False, weights_only=True)
         if modes:
             engine.binding.restore_modes(modes)
+    if trainer._pad_batches:
+        engine.padding = make_padding(trainer)
     trainer._engine = engine
     trainer.state._engine = engine
+
+
+def make_padding(trainer: Trainer) -> Any:
+    """Make what fills up short batches: to the number given, or to the loaders' batch sizes where they are known."""
+    from jaxlightning.compile.padding import BatchPadding
+
+    given, fitting = trainer._pad_batches, trainer.state.fn == TrainerFn.FITTING
+
+    def expected(stage: str, dataloader_idx: int | None) -> int | None:
+        loop: Any = {
+            "train": trainer.fit_loop,
+            "validate": trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop,
+            "test": trainer.test_loop,
+            "predict": trainer.predict_loop,
+        }[stage]
+        feed = loop.feed
+        if feed is None or (dataloader_idx is None and len(feed.sources) > 1):
+            return None
+        size = feed.sources[dataloader_idx or 0].batch_size
+        return None if size is None else size * trainer.strategy.batches_per_step
+
+    return BatchPadding(None if given is True else given, expected)
 
 
 def _setup_hooks(trainer: Trainer) -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlightning.compile.batch_mask import PaddedBatch, refuse_unmasked
 from jaxlightning.compile.effects import OwnerTracer, ReadRecorder, SideEffects, refuse_writes, tracing_class
 from jaxlightning.compile.explain import explain
 from jaxlightning.compile.log_plan import LogPlan
@@ -104,6 +105,9 @@ def run_user_step(
     """
     module = binding.module
     fx = "forward" if forward else _FX[trace.kind]
+    if type(batch) is PaddedBatch:
+        batch, trace.mask = batch.batch, batch.mask
+    trace.step_batch = batch
     owners = binding.owners
     effects = [SideEffects(owner, fx, prefix) for prefix, owner in owners.items()] if strict or trace.silent else []
     generators = _generator_states() if strict else None
@@ -144,6 +148,10 @@ def run_user_step(
     written = [name for effect, tracer in zip(effects, tracers, strict=False) for name in effect.restore(tracer)]
     if strict and not trace.silent:
         refuse_writes(written, f"{cls.__name__}.{fx}")
+    if trace.mask is not None and not trace.mask_read:
+        skipped = trace.kind == "train" and result is None and module.automatic_optimization
+        if not skipped:
+            refuse_unmasked(trace, f"{cls.__name__}.{fx}")
     if generators is not None:
         _refuse_host_draws(generators, f"{cls.__name__}.{fx}")
     return result

@@ -108,6 +108,10 @@ class Trace:
         replays: Calls and changes that are repeated on the host after each step, in order.
         numbers: Numbers on the module that follow the host: `read(prefix, name, value)` gives what the step sees,
             `write(prefix, name, value)` says whether it takes care of the write. None: they are constants.
+        mask: Which rows of the batch are real, bool of shape [rows]; None when batches are not padded.
+        mask_read: Whether the step looked at the mask.
+        unmasked: Metric objects that were given something else than rows of the batch.
+        step_batch: The batch that the step sees.
     """
 
     kind: str
@@ -122,6 +126,10 @@ class Trace:
     silent: bool = False
     level: Any = None
     stage_read: bool = False
+    mask: Any = None
+    mask_read: bool = False
+    unmasked: list[str] = field(default_factory=list)
+    step_batch: Any = None
     network_calls: dict[str, int] = field(default_factory=dict)
     rng_calls: int = 0
     attributes: TracedAttributes | None = None

@@ -135,7 +135,12 @@ def make_feed(
     record_indices = stage == RunningStage.PREDICTING and has_prediction_writer(trainer)
     for loader in combined.flattened:
         check_iterable(loader, source, fn)
-        each = as_source(loader, channels_last=trainer.channels_last, record_indices=record_indices)
+        each = as_source(
+            loader,
+            channels_last=trainer.channels_last,
+            vectorize=trainer._vectorize,
+            record_indices=record_indices,
+        )
         if fn == TrainerFn.FITTING and trainer.overfit_batches > 0 and each.is_shuffled is not False:
             if each.is_shuffled:
                 rank_zero_warn(

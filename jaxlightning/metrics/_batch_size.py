@@ -13,7 +13,7 @@ from jaxlightning.metrics._values import is_torch
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.warnings import WarningCache, warn_once
 
-__all__ = ["extract_batch_size"]
+__all__ = ["extract_batch_size", "first_batch_size"]
 
 _HINT = (
     "We could not infer the batch_size from the batch. Either simplify its structure or say it: "
@@ -62,6 +62,14 @@ def extract_batch_size(batch: Any, cache: WarningCache | None = None) -> int:
             return 1
         raise MisconfigurationException(f"{_HINT} Received a `{type(batch).__name__}` without any array.")
     return found
+
+
+def first_batch_size(batch: Any) -> int:
+    """The length of the first array of a batch, in depth-first order, without a look at the others; 1 without one."""
+    for size in _sizes(batch):
+        if size is not None and size is not _SCALAR:
+            return int(size)
+    return 1
 
 
 def _sizes(batch: Any) -> Iterator[Any]:

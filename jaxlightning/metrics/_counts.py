@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlightning.metrics._inputs import as_labels, check_option, integer_targets, same_shape, valid_mask
-from jaxlightning.metrics.metric import Metric, State
+from jaxlightning.metrics.metric import Metric, State, leaves_out_padding
 
 __all__ = ["BinaryCounts", "MulticlassCounts", "MultilabelCounts", "predicted_class", "safe_divide", "task_class"]
 
@@ -65,6 +65,7 @@ class BinaryCounts(Counts):
         super().__init__(None, multidim_average, ignore_index, validate_args, **options)
         self.threshold, self.zero_division = threshold, zero_division
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Count one batch.
 
@@ -111,6 +112,7 @@ class MultilabelCounts(Counts):
         self.num_labels, self.threshold, self.average = num_labels, threshold, average
         self.zero_division = zero_division
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Count one batch.
 
@@ -164,6 +166,7 @@ class MulticlassCounts(Counts):
             raise ValueError(f"Expected argument `top_k` to be from 1 to `num_classes={num_classes}`, but got {top_k}.")
         self.num_classes, self.top_k, self.average, self.zero_division = num_classes, top_k, average, zero_division
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Count one batch.
 

@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlightning.compile.trace import current_trace
+
 __all__ = [
     "as_labels",
     "check_option",
     "floating",
     "integer_targets",
     "normalized",
+    "row_mask",
     "same_shape",
     "thresholds_of",
     "valid_mask",
@@ -64,9 +67,29 @@ def same_shape(preds: Any, target: Any, metric: str) -> None:
         )
 
 
-def valid_mask(target: jax.Array, ignore_index: int | None) -> jax.Array:
-    """Which targets count, of the shape of `target`."""
-    return jnp.ones(target.shape, bool) if ignore_index is None else target != ignore_index
+def row_mask(shape: tuple[int, ...], axis: int = 0) -> jax.Array | None:
+    """Which entries of an array belong to real rows of a batch that `Trainer(pad_batches=...)` padded.
+
+    Args:
+        shape: Its shape; along `axis` it has one entry, or a run of several, for each row of the batch, in order.
+        axis: The axis of the batch.
+
+    Returns:
+        A bool array that broadcasts to `shape`; None outside of a step on a padded batch, and for other lengths.
+    """
+    trace = current_trace()
+    mask = None if trace is None else trace.mask
+    if mask is None or not shape or shape[axis] % mask.shape[0]:
+        return None
+    entries = jnp.repeat(mask, shape[axis] // mask.shape[0], total_repeat_length=shape[axis])
+    return entries.reshape([shape[axis] if i == axis else 1 for i in range(len(shape))])
+
+
+def valid_mask(target: jax.Array, ignore_index: int | None, axis: int = 0) -> jax.Array:
+    """Which targets count, of the shape of `target`: those that are not ignored and not padding."""
+    valid = jnp.ones(target.shape, bool) if ignore_index is None else target != ignore_index
+    real = row_mask(target.shape, axis)
+    return valid if real is None else valid & real
 
 
 def normalized(preds: jax.Array, how: str, valid: jax.Array | None = None, axis: int = -1) -> jax.Array:
@@ -81,6 +104,8 @@ def normalized(preds: jax.Array, how: str, valid: jax.Array | None = None, axis:
     Returns:
         An array of the same shape.
     """
+    if valid is None:
+        valid = row_mask(preds.shape)
     outside = (preds < 0) | (preds > 1) | jnp.isnan(preds)
     if valid is not None:
         outside = outside & valid

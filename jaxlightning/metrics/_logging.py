@@ -224,6 +224,9 @@ def _weight(
 ) -> Any:
     if not meta.on_epoch or meta.reduce_fx != "mean":
         return None
+    mask = None if trace is None else trace.mask
+    if mask is not None and (batch_size is None or (isinstance(batch_size, int) and batch_size == mask.shape[0])):
+        return mask.sum()  # the padded size, said or not, stands for the real rows
     if batch_size is not None:
         return batch_size
     if results is None:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlightning.metrics._inputs import floating
-from jaxlightning.metrics.metric import Metric, State
+from jaxlightning.metrics._inputs import floating, row_mask
+from jaxlightning.metrics.metric import Metric, State, leaves_out_padding
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 __all__ = ["MaxMetric", "MeanMetric", "MinMetric", "SumMetric"]
@@ -44,14 +44,16 @@ class _Aggregator(Metric):
         """Values, weights, which of them count, and the number of NaNs."""
         value = floating(value)
         weight = jnp.broadcast_to(jnp.ones((), value.dtype) if weight is None else floating(weight), value.shape)
+        real = row_mask(value.shape) if value.ndim else None
+        counts = jnp.ones(value.shape, bool) if real is None else jnp.broadcast_to(real, value.shape)
         if self.nan_strategy == "disable":
-            return value, jnp.ones_like(value), jnp.ones(value.shape, bool), jnp.zeros((), jnp.int32)
-        nans = jnp.isnan(value) | jnp.isnan(weight)
+            return value, jnp.ones_like(value), counts, jnp.zeros((), jnp.int32)
+        nans = (jnp.isnan(value) | jnp.isnan(weight)) & counts
         if isinstance(self.nan_strategy, float):
             value = jnp.where(nans, jnp.asarray(self.nan_strategy, value.dtype), value)
             weight = jnp.where(nans, jnp.ones((), weight.dtype), weight)
-            return value, weight, jnp.ones(value.shape, bool), jnp.zeros((), jnp.int32)
-        return value, weight, ~nans, jnp.sum(nans, dtype=jnp.int32)
+            return value, weight, counts, jnp.zeros((), jnp.int32)
+        return value, weight, counts & ~nans, jnp.sum(nans, dtype=jnp.int32)
 
     def check(self, state: State) -> None:
         """Speak about NaN, if that is wanted."""
@@ -65,6 +67,7 @@ class _Aggregator(Metric):
                 f"`{type(self).__name__}` was given."
             )
 
+    @leaves_out_padding
     def batch_state(self, value: Any) -> State:
         """Reduce one batch.
 
@@ -115,6 +118,7 @@ class MeanMetric(_Aggregator):
         super().__init__(nan_strategy, **options)
         self.add_state("weight", np.float32(0))
 
+    @leaves_out_padding
     def batch_state(self, value: Any, weight: Any = None) -> State:
         """Reduce one batch.
 

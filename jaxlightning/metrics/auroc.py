@@ -17,7 +17,7 @@ from jaxlightning.metrics._inputs import (
     thresholds_of,
     valid_mask,
 )
-from jaxlightning.metrics.metric import Metric, State
+from jaxlightning.metrics.metric import Metric, State, leaves_out_padding
 
 __all__ = ["AUROC", "BinaryAUROC", "MulticlassAUROC", "MultilabelAUROC"]
 
@@ -114,6 +114,7 @@ class BinaryAUROC(_Curve):
         _refuse_max_fpr(max_fpr, type(self).__name__)
         super().__init__((), thresholds, ignore_index, validate_args, **options)
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Count one batch.
 
@@ -157,6 +158,7 @@ class MulticlassAUROC(_Curve):
         super().__init__((num_classes,), thresholds, ignore_index, validate_args, **options)
         self.num_classes, self.average = num_classes, average
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Count one batch.
 
@@ -202,6 +204,7 @@ class MultilabelAUROC(_Curve):
         super().__init__((num_labels,), thresholds, ignore_index, validate_args, **options)
         self.num_labels, self.average = num_labels, average
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Count one batch.
 

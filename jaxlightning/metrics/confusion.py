@@ -16,7 +16,7 @@ from jaxlightning.metrics._inputs import (
     same_shape,
     valid_mask,
 )
-from jaxlightning.metrics.metric import Metric, State
+from jaxlightning.metrics.metric import Metric, State, leaves_out_padding
 
 __all__ = ["BinaryConfusionMatrix", "ConfusionMatrix", "MulticlassConfusionMatrix", "MultilabelConfusionMatrix"]
 
@@ -66,6 +66,7 @@ class BinaryConfusionMatrix(_Confusion):
         super().__init__((2, 2), ignore_index, normalize, validate_args, **options)
         self.threshold = threshold
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Count one batch.
 
@@ -101,6 +102,7 @@ class MulticlassConfusionMatrix(_Confusion):
         super().__init__((num_classes, num_classes), ignore_index, normalize, validate_args, **options)
         self.num_classes = num_classes
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Count one batch.
 
@@ -137,6 +139,7 @@ class MultilabelConfusionMatrix(_Confusion):
         super().__init__((num_labels, 2, 2), ignore_index, normalize, validate_args, **options)
         self.num_labels, self.threshold = num_labels, threshold
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Count one batch.
 
@@ -148,7 +151,7 @@ class MultilabelConfusionMatrix(_Confusion):
         same_shape(preds, target, type(self).__name__)
         labels = jnp.moveaxis(as_labels(preds, self.threshold), 1, 0).reshape(self.num_labels, -1)
         target = jnp.moveaxis(target, 1, 0).reshape(self.num_labels, -1)
-        valid = valid_mask(target, self.ignore_index)
+        valid = valid_mask(target, self.ignore_index, axis=1)
         return {"confmat": jax.vmap(lambda p, t, v: _matrix(p, t, v, 2))(labels, target, valid)}
 
 

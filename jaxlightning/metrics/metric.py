@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,10 @@ from jaxlightning.compile.log_plan import LogMeta
 from jaxlightning.compile.trace import Trace, current_trace
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
-__all__ = ["Metric", "MetricFunctions", "live_metric", "merge_states", "traced_values"]
+__all__ = ["Metric", "MetricFunctions", "leaves_out_padding", "live_metric", "merge_states", "traced_values"]
 
 State: TypeAlias = dict[str, Any]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _tokens = itertools.count()
 _live: weakref.WeakValueDictionary[int, Metric] = weakref.WeakValueDictionary()
@@ -186,13 +187,45 @@ class Metric:
         return {name: _MERGES[fx](left[name], right[name]) for name, fx in self._reductions.items()}
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> State:
-        state = self.batch_state(*args, **kwargs)
+        trace = current_trace()
+        if trace is None or trace.mask is None:
+            state = self.batch_state(*args, **kwargs)
+        else:
+            state = self._real_rows(trace, args, kwargs)
         if state.keys() != self._defaults.keys():
             raise RuntimeError(
                 f"`{type(self).__name__}.batch_state` returned {sorted(state)}, but `add_state` declared "
                 f"{sorted(self._defaults)}."
             )
         return state
+
+    def _real_rows(self, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> State:
+        """The state of the real rows of a padded batch."""
+        mask = trace.mask
+        leaves, structure = jax.tree_util.tree_flatten((args, dict(kwargs)))
+        by_row = [getattr(leaf, "ndim", 0) > 0 and leaf.shape[0] == mask.shape[0] for leaf in leaves]
+        if not any(by_row):  # no rows of the batch: whoever computed this has to have left out the padding
+            trace.unmasked.append(type(self).__name__)
+            trace.mask = None
+            try:
+                return self.batch_state(*args, **kwargs)
+            finally:
+                trace.mask = mask
+        if getattr(type(self).batch_state, "leaves_out_padding", False):
+            return self.batch_state(*args, **kwargs)
+
+        # Row after row, each merged into those before: exact for every metric whose states can be merged.
+        def take(state: State, row: Any) -> tuple[State, None]:
+            real, *parts = row
+            given = iter(parts)
+            filled = [next(given)[None] if each else leaf for leaf, each in zip(leaves, by_row, strict=True)]
+            row_args, row_kwargs = jax.tree_util.tree_unflatten(structure, filled)
+            merged = self.merge(state, self.batch_state(*row_args, **row_kwargs))
+            return {name: jnp.where(real, merged[name], old).astype(old.dtype) for name, old in state.items()}, None
+
+        empty = {name: jnp.asarray(default) for name, default in self._defaults.items()}
+        rows = [jnp.asarray(leaf) for leaf, each in zip(leaves, by_row, strict=True) if each]
+        return jax.lax.scan(take, empty, (mask, *rows))[0]
 
     # --- The stateful face ---
 
@@ -331,6 +364,12 @@ def traced_values(trace: Trace) -> dict[int, Any]:
     """The batch values of the metrics that were called in a step, by token."""
     values: dict[int, Any] = trace.__dict__.setdefault("metric_values", {})
     return values
+
+
+def leaves_out_padding(batch_state: _Function) -> _Function:
+    """Mark a `batch_state` that asks `row_mask` and so leaves out the padding of `Trainer(pad_batches=...)`."""
+    batch_state.leaves_out_padding = True  # type: ignore[attr-defined]
+    return batch_state
 
 
 @partial(jax.jit, static_argnames="reductions")

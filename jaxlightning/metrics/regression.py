@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlightning.metrics._inputs import check_option, floating, same_shape
-from jaxlightning.metrics.metric import Metric, State
+from jaxlightning.metrics._inputs import check_option, floating, row_mask, same_shape
+from jaxlightning.metrics.metric import Metric, State, leaves_out_padding
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 __all__ = ["MeanAbsoluteError", "MeanSquaredError", "R2Score"]
@@ -36,6 +36,7 @@ class _MeanError(Metric):
     def _error(self, difference: jax.Array) -> jax.Array:
         raise NotImplementedError
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Sum the errors of one batch.
 
@@ -47,8 +48,11 @@ class _MeanError(Metric):
         same_shape(preds, target, type(self).__name__)
         if self.num_outputs == 1:
             preds, target = preds.reshape(-1), target.reshape(-1)
+        error, real = self._error(preds - target), row_mask(target.shape)
         total = jnp.asarray(target.shape[0], jnp.int32)
-        return {self._name: jnp.sum(self._error(preds - target), axis=0), "total": total}
+        if real is not None:
+            error, total = jnp.where(real, error, 0), jnp.sum(real, dtype=jnp.int32)
+        return {self._name: jnp.sum(error, axis=0), "total": total}
 
     def value_of(self, state: State) -> Any:
         """The mean error."""
@@ -113,6 +117,7 @@ class R2Score(Metric):
             self.add_state(name, np.zeros(num_outputs if num_outputs > 1 else (), np.float32))
         self.add_state("total", np.int32(0))
 
+    @leaves_out_padding
     def batch_state(self, preds: Any, target: Any) -> State:
         """Sum one batch.
 
@@ -135,11 +140,16 @@ class R2Score(Metric):
             )
         if outputs == 1:
             preds, target = preds.reshape(-1), target.reshape(-1)
+        real = row_mask(target.shape)
+        total = jnp.asarray(target.shape[0], jnp.int32)
+        if real is not None:
+            preds, target = jnp.where(real, preds, 0), jnp.where(real, target, 0)
+            total = jnp.sum(real, dtype=jnp.int32)
         return {
             "sum_squared_error": jnp.sum(target * target, axis=0),
             "sum_error": jnp.sum(target, axis=0),
             "residual": jnp.sum((target - preds) ** 2, axis=0),
-            "total": jnp.asarray(target.shape[0], jnp.int32),
+            "total": total,
         }
 
     def check(self, state: State) -> None:

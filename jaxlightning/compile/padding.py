@@ -1,0 +1,174 @@
+"""`Trainer(pad_batches=...)`: short batches get the full batch's shape, and a mask that says which rows are real.
+
+Hooks, callbacks and the logging of host values see the batch as the loader gave it. Only the compiled step sees the
+padded one, so a short last batch costs no second compilation. What honours the mask: the weight of an epoch mean
+(`metrics/_logging.py`), metric objects (`metrics/metric.py`), `self.batch_mask`, and the arrays that a step returns,
+which are cut back to the real rows. A step whose numbers would average the padding is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlightning.compile.batch_mask import PaddedBatch
+from jaxlightning.compile.engine import Engine, StepOutput
+from jaxlightning.metrics._batch_size import first_batch_size
+from jaxlightning.utilities.exceptions import MisconfigurationException
+
+__all__ = ["BatchPadding", "PaddingEngine"]
+
+
+class BatchPadding:
+    """Pads batches to one size per loader.
+
+    Rows are filled by repeating the real ones from the first, which keeps values in range: zeros would give infinite
+    gradients in a norm or a logarithm, which a mask applied later turns into NaN.
+
+    Args:
+        size: Rows of a padded batch; None takes what `expected` says, else the largest batch of the loader so far.
+        expected: Gives the rows of a full batch of a stage and loader index, or None where that is unknown.
+    """
+
+    def __init__(self, size: int | None, expected: Callable[[str, int | None], int | None]) -> None:
+        self._size = size
+        self._expected = expected
+        self._largest: dict[tuple[str, int | None], int] = {}
+        # For each loader and structure: which leaves have one row per sample, and how long the others were.
+        self._lengths: dict[Any, list[int | None]] = {}
+
+    def __call__(self, stage: str, dataloader_idx: int | None, batch: Any) -> tuple[PaddedBatch, int]:
+        """Pad one batch.
+
+        Args:
+            stage: What runs.
+            dataloader_idx: Index of the loader, None if there is only one.
+            batch: Any pytree; leaves whose first axis is the batch's are padded, others stay.
+
+        Returns:
+            The batch with its mask, and its number of real rows.
+
+        Raises:
+            MisconfigurationException: If the batch is larger than the size asked for, or a leaf follows neither the
+                batch size nor a length of its own.
+        """
+        where = ("validate" if stage == "sanity_check" else stage, dataloader_idx)
+        rows = first_batch_size(batch)
+        size = self._size_for(where, rows)
+        leaves, treedef = jax.tree_util.tree_flatten(batch, is_leaf=_is_list_of_text)
+        lengths = self._lengths.setdefault((where, treedef), [_length(leaf) for leaf in leaves])
+        padded = []
+        for position, leaf in enumerate(leaves):
+            length = _length(leaf)
+            if length is None or (length == lengths[position] and length != rows):
+                padded.append(leaf)
+            elif length == rows:
+                padded.append(_repeat(leaf, rows, size))
+            else:
+                raise MisconfigurationException(_odd_leaf(batch, position, length, rows, stage))
+        mask = np.arange(size) < rows
+        return PaddedBatch(jax.tree_util.tree_unflatten(treedef, padded), mask), rows
+
+    def _size_for(self, where: tuple[str, int | None], rows: int) -> int:
+        if self._size is not None:
+            if rows > self._size:
+                raise MisconfigurationException(
+                    f"`Trainer(pad_batches={self._size})` received a batch of {rows} rows in `{where[0]}`. Give a size "
+                    "that no batch exceeds (with several devices that of the batches of all of them together), or "
+                    "`pad_batches=True` to pad to the loader's own batch size."
+                )
+            return self._size
+        known = self._largest.get(where)
+        if known is None:
+            known = self._expected(*where) or rows
+        size = self._largest[where] = max(known, rows)
+        return size
+
+
+def _is_list_of_text(value: Any) -> bool:
+    return type(value) in (list, tuple) and bool(value) and all(isinstance(item, (str, bytes)) for item in value)
+
+
+def _length(leaf: Any) -> int | None:
+    if _is_list_of_text(leaf):
+        return len(leaf)
+    shape = getattr(leaf, "shape", None)
+    return int(shape[0]) if shape else None
+
+
+def _repeat(leaf: Any, rows: int, size: int) -> Any:
+    if rows == size:
+        return leaf
+    if isinstance(leaf, (list, tuple)):
+        return type(leaf)(leaf[index % rows] for index in range(size)) if rows else type(leaf)("" for _ in range(size))
+    if rows == 0:
+        return np.zeros((size, *leaf.shape[1:]), leaf.dtype)
+    index = np.arange(size) % rows
+    return leaf.take(index, axis=0) if isinstance(leaf, np.ndarray) else jnp.take(leaf, index, axis=0)
+
+
+def _odd_leaf(batch: Any, position: int, length: int, rows: int, stage: str) -> str:
+    paths = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_list_of_text)[0]
+    name = jax.tree_util.keystr(paths[position][0]) or "the batch"
+    return (
+        f"`pad_batches` cannot pad this batch of the {stage} step: it has {rows} rows (its first array), but the leaf "
+        f"`batch{name}` has {length}, and had another length before. One mask describes one batch size: make batches "
+        "whose arrays have one row per sample, give loaders of one batch size, or leave `pad_batches` out."
+    )
+
+
+class _Cut:
+    """How to rebuild a return value whose arrays have padded rows: they are cut off."""
+
+    def __init__(self, tree: Any, size: int, rows: int) -> None:
+        self._tree, self._size, self._rows = tree, size, rows
+
+    def rebuild(self, arrays: Any) -> Any:
+        cut = [array[: self._rows] if array.ndim and array.shape[0] == self._size else array for array in arrays]
+        return self._tree.rebuild(cut)
+
+
+class PaddingEngine(Engine):
+    """An engine whose steps see padded batches; made only when they are asked for, so nobody else pays.
+
+    Attributes:
+        padding: Pads the batches; set by the trainer.
+    """
+
+    padding: BatchPadding
+
+    def train_batch(self, batch: Any, *args: Any, **kwargs: Any) -> StepOutput:
+        """See `Engine.train_batch`."""
+        return self._padded("train", None, batch, super().train_batch, args, kwargs)
+
+    def train_step(self, batch: Any, **kwargs: Any) -> StepOutput:
+        """See `Engine.train_step`."""
+        return self._padded("train", None, batch, super().train_step, (), kwargs)
+
+    def grad_step(self, batch: Any, **kwargs: Any) -> StepOutput:
+        """See `Engine.grad_step`."""
+        return self._padded("train", None, batch, super().grad_step, (), kwargs)
+
+    def eval_step(self, stage: str, batch: Any, **kwargs: Any) -> StepOutput:
+        """See `Engine.eval_step`."""
+
+        def run(padded: Any) -> StepOutput:
+            return super(PaddingEngine, self).eval_step(stage, padded, **kwargs)
+
+        return self._padded(stage, kwargs.get("dataloader_idx"), batch, run, (), {})
+
+    def _padded(
+        self, stage: str, dataloader_idx: int | None, batch: Any, run: Callable[..., StepOutput], args: Any, kwargs: Any
+    ) -> StepOutput:
+        if type(batch) is PaddedBatch:  # one way of running a step calls another
+            return run(batch, *args, **kwargs)
+        padded, rows = self.padding(stage, dataloader_idx, batch)
+        out = run(padded, *args, **kwargs)
+        size = len(padded.mask)
+        if rows != size and out._tree is not None:
+            out._tree = _Cut(out._tree, size, rows)
+        return out
