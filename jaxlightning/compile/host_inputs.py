@@ -1,0 +1,286 @@
+"""What one attempt to trace a step finds out about numbers of the host, and how the compiled step gets them.
+
+`HostFacts` is what an engine knows about its module's numbers over all attempts; a `HostInputs` belongs to one attempt
+and, when it ends in a compiled variant, stays with it: its guards choose the variant, its slots are the inputs, its
+writes are done after each step.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlightning.compile.guards import Guard
+from jaxlightning.compile.host_proxy import AVAILABLE, HostNumber, plain_value, weak
+from jaxlightning.compile.host_values import BASE, Expression, HostEnvironment, apply, leaf
+from jaxlightning.compile.trace import RetraceError, Scalars
+
+
+__all__ = ["HostFacts", "HostInputs", "Room", "user_line"]
+
+_OWN = ("jaxlightning", "jax", "jaxlib", "flax", "optax", "contextlib", "functools")
+
+
+def user_line(depth: int = 1) -> str:
+    """The innermost line of the call stack that belongs to the user, as `"file.py:31"`; empty when there is none."""
+    frame = sys._getframe(depth)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in _OWN:
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+class HostFacts:
+    """What an engine has learnt about numbers of the host.
+
+    Attributes:
+        sources: How to read each number by name outside a step.
+        numbers: Names of attributes that steps write (`"written"`) or that host code was seen to change (`"changed"`).
+    """
+
+    def __init__(self) -> None:
+        self.sources: dict[str, Callable[[], Any]] = {}
+        self.numbers: dict[str, str] = {}
+
+
+class Room:
+    """How many computed integers and floats the variants of one step have room for; grows when a trace needs more."""
+
+    def __init__(self) -> None:
+        self.integers = 0
+        self.floats = 0
+
+    def grow(self, floating: bool) -> None:
+        """Makes room for more numbers of one kind."""
+        if floating:
+            self.floats = 4 * self.floats or 8
+        else:
+            self.integers = 4 * self.integers or 8
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Room for integers, room for floats."""
+        return self.integers, self.floats
+
+
+@dataclass
+class Slot:
+    """One input of a compiled step.
+
+    Attributes:
+        expression: How the host computes it.
+        index: Its place in the vector of its kind.
+        kind: Type of the number, for example `int`; other types do not fit.
+    """
+
+    expression: Expression
+    index: int
+    kind: type
+
+
+class HostInputs:
+    """Numbers of the host in one attempt to trace a step.
+
+    Args:
+        facts: What the engine knows.
+        env: The numbers of the step for which it is traced.
+        room: Room for computed numbers.
+
+    Attributes:
+        guards: Python decisions, in order, by their text.
+        writes: What is assigned after each step: name to the function that assigns and the expression.
+    """
+
+    def __init__(self, facts: HostFacts, env: HostEnvironment, room: Room | None = None) -> None:
+        self.facts = facts
+        self.env = env
+        self.room = Room() if room is None else room
+        self.guards: dict[str, Guard] = {}
+        self.writes: dict[str, tuple[Callable[[Any], None], Expression]] = {}
+        self._sizes = self.room.sizes
+        self._pinned: set[str] = set()
+        self._slots: tuple[dict[str, Slot], dict[str, Slot]] = ({}, {})
+        self._traced: dict[str, Any] = {}
+        self._abstract: dict[type, Any] = {}
+        self._zero: Any = None
+        self._vectors: tuple[list[Any], list[Any]] = ([], [])
+
+    # --- while the step is traced -----------------------------------------------------------------------------------
+
+    def bind(self, base: Sequence[Any], host: Sequence[Any]) -> None:
+        """Takes the traced inputs: made into scalars at once, because a use may lie inside a transform of the user's.
+
+        Args:
+            base: The integers that every step has, in the order of `BASE`.
+            host: The vectors of computed integers and floats, or nothing.
+        """
+        self._traced = dict(zip(BASE, base, strict=True))
+        self._slots = ({}, {})
+        integers, floats = host or ((), ())
+        self._abstract = {
+            int: base[0].aval,
+            float: weak(base[0].astype(float)).aval,
+            bool: (base[0] != 0).aval,
+        }
+        self._zero = base[0]
+        self._vectors = (
+            [integers[i] for i in range(self._sizes[0])],
+            [floats[i] for i in range(self._sizes[1])],
+        )
+
+    def release(self) -> None:
+        """Lets go of everything that belongs to the trace."""
+        self._traced, self._vectors, self._zero = {}, ([], []), None
+        self.env = HostEnvironment(self.facts.sources)
+
+    def scalars(self, micro_step: Any, dataloader_idx: int | None = None) -> Scalars:
+        """The numbers of the framework as the user's step sees them."""
+        batch_idx, current_epoch, global_step = (self.number(name) for name in BASE)
+        return Scalars(batch_idx, current_epoch, global_step, micro_step, dataloader_idx)
+
+    def number(self, name: str) -> Any:
+        """The number with this name, as an object for the user's code."""
+        if not AVAILABLE:
+            return self._traced.get(name, self.env[name])
+        return HostNumber(self, leaf(name), self.env[name])
+
+    def compute(self, text: str, function: Callable[..., Any], *operands: Any) -> Any:
+        """Applies a function to host numbers and plain values.
+
+        Args:
+            text: The expression as source.
+            function: Any function of plain values.
+            *operands: `HostNumber`s and plain values.
+
+        Returns:
+            A `HostNumber`; something that is no number (a tuple, an array) is given as it is and guarded.
+        """
+        known = function(*(plain_value(operand) for operand in operands))
+        if known is NotImplemented:
+            return known
+        parts = [o._expression if isinstance(o, HostNumber) else o for o in operands]
+        expression = apply(text, function, *parts)
+        if all(part.text in self._pinned for part in parts if isinstance(part, Expression)):
+            self._pinned.add(text)
+        elif function is operator.pow:
+            # The only operation whose type depends on the value: 2 ** 3 is an integer, 2 ** -3 is not.
+            self.decide(expression, f"type({text})", type)
+        if isinstance(known, bool | int | float | np.bool_ | np.integer | np.floating):
+            return HostNumber(self, expression, known)
+        for operand in operands:
+            if isinstance(operand, HostNumber):
+                hash(operand)
+        return known
+
+    def decide(self, number: Expression, text: str, function: Callable[[Any], Any], *, pins: bool = False) -> Any:
+        """What Python's question about a number is answered with; the variant is for this answer only.
+
+        Args:
+            number: The number.
+            text: The question as source, for example `"bool(batch_idx > 3)"`.
+            function: The question.
+            pins: Whether the answer tells the number exactly.
+
+        Returns:
+            The answer in this step.
+        """
+        outcome = function(number.evaluate(self.env))
+        if number.text not in self._pinned:
+            if pins:
+                self._pinned.add(number.text)
+            if text not in self.guards:
+                self.guards[text] = Guard(apply(text, function, number), outcome, user_line(2))
+        return outcome
+
+    def traced(self, expression: Expression, known: Any) -> Any:
+        """The input of the compiled step that carries an expression.
+
+        Raises:
+            RetraceError: If the step has no room for it; it is traced again with more.
+        """
+        found = self._traced.get(expression.text)
+        if found is not None:
+            return found
+        floating = isinstance(known, float | np.floating)
+        slots, vector = self._slots[floating], self._vectors[floating]
+        if len(slots) >= len(vector):
+            room = self.room
+            raise RetraceError(f"the number `{expression.text}`", lambda _: room.grow(floating))
+        slot = Slot(expression, len(slots), type(known))
+        slots[expression.text] = slot
+        value = self._traced[expression.text] = _typed(vector[slot.index], known)
+        return value
+
+    def abstract(self, known: Any) -> Any:
+        """What JAX knows of a number as an array of the trace."""
+        kind = type(known)
+        if kind not in self._abstract:
+            self._abstract[kind] = _typed(self._zero, known).aval
+        return self._abstract[kind]
+
+    # --- with the compiled step -------------------------------------------------------------------------------------
+
+    @property
+    def needed(self) -> bool:
+        """Whether the variant differs from one that knows no numbers of the host."""
+        return bool(self.guards or self.writes or any(self._sizes))
+
+    def inputs(self, env: HostEnvironment) -> tuple[np.ndarray[Any, Any], ...]:
+        """The vectors of computed integers and floats for one step; empty when the variant has none.
+
+        Raises:
+            TypeError: If a number has another type than in the trace.
+            OverflowError: If an integer does not fit.
+        """
+        if not any(self._sizes):
+            return ()
+        wide = jax.config.jax_enable_x64
+        return (
+            _vector(self._slots[0], self._sizes[0], np.dtype(np.int64 if wide else np.int32), env),
+            _vector(self._slots[1], self._sizes[1], np.dtype(np.float64 if wide else np.float32), env),
+        )
+
+    def finish(self, env: HostEnvironment) -> None:
+        """Does the writes of a step: all values first, as they were at its start."""
+        values = [(assign, expression.evaluate(env)) for assign, expression in self.writes.values()]
+        for assign, value in values:
+            assign(value)
+
+
+def _vector(slots: dict[str, Slot], size: int, dtype: np.dtype[Any], env: HostEnvironment) -> np.ndarray[Any, Any]:
+    values = []
+    for slot in slots.values():
+        value = slot.expression.evaluate(env)
+        if type(value) is not slot.kind:
+            raise TypeError(
+                f"`{slot.expression.text}` is of type {type(value).__name__} in this step, {slot.kind.__name__} in the "
+                "step that was compiled."
+            )
+        values.append(value)
+    values += [0] * (size - len(values))
+    try:
+        return np.array(values, dtype)
+    except OverflowError:
+        large = next(slot for slot, value in zip(slots.values(), values, strict=False) if abs(value) > 2**31 - 1)
+        raise OverflowError(
+            f"`{large.expression.text}` is too large for a {dtype.name} of the compiled step. Scale it down, make it a "
+            "float, or enable 64-bit numbers (`jax_enable_x64`)."
+        ) from None
+
+
+def _typed(value: Any, known: Any) -> Any:
+    """A scalar of the input vector as the kind of number that the host has: weakly typed for Python's own."""
+    if isinstance(known, bool | np.bool_):
+        return value != 0
+    if isinstance(known, np.generic):
+        return value.astype(jax.dtypes.canonicalize_dtype(known.dtype))
+    return weak(value)
