@@ -115,11 +115,11 @@ def _creator(
     )
 
     def create(params: Any, variables: Any, arrays: Any, ints: Any) -> Any:
-        seed, *numbers = weak_integers(ints)
+        seed, micro_step, *_ = weak_integers(ints)
         trace = Trace(
             kind=stage,
-            key=step_key(seed, numbers[0], stage),
-            scalars=Scalars.of(numbers, scalars.dataloader_idx),
+            key=step_key(seed, micro_step, stage),
+            scalars=scalars,  # plain numbers: whatever Python decides by them holds for this run only
             params=dict(params),
             variables=dict(variables),
             creating=True,

@@ -20,6 +20,7 @@ from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.creation import create_variables, verify_restored
 from jaxlightning.compile.engine_logs import EngineLogs
 from jaxlightning.compile.facts import EffectFacts
+from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
 from jaxlightning.compile.packing import SlotTable, float_dtype
@@ -318,30 +319,58 @@ class Engine(EngineLogs):
             self._set_floats(hyper)
             self._plain = None
         ints = np.array((self._seed32, micro_step, batch_idx, current_epoch, global_step), np.int32)
-        variant = self._hot.get(flags)
+        variant, env, host = self._hot.get(flags), None, ()
+        if variant is not None and variant.info.host is not None:
+            env = self._environment(batch_idx, current_epoch, global_step)
+            variant, host = self._choose(variant, env)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
             try:
                 self._leaves, values, states, outputs, finite, effects = variant.call(
-                    self._leaves, arrays, ints, self._floats
+                    self._leaves, arrays, ints, self._floats, *host
                 )
             except TypeError:  # another shape; the compiled call checks before it consumes anything
                 variant = None
         else:
             variant = None
         if variant is None:
-            variant = self._train_variant(flags, batch, arrays, treedef, positions, ints)
+            env = self._environment(batch_idx, current_epoch, global_step)
+            variant = self._train_variant(flags, batch, arrays, treedef, positions, ints, env)
+            host = () if variant.info.host is None else variant.info.host.inputs(env)
             self._leaves, values, states, outputs, finite, effects = variant.call(
-                self._leaves, arrays, ints, self._floats
+                self._leaves, arrays, ints, self._floats, *host
             )
         self._nnx_stale = True
         if finite is not None:
             self._raise_anomaly(finite, variant, micro_step)
         if variant.info.effects is not None:
             variant.info.effects(effects)
+        if variant.info.host is not None and env is not None:
+            variant.info.host.finish(env)
         return StepOutput(variant.info.plan, values, states, variant.info.skipped, variant.info.outputs, outputs)
 
+    def _environment(self, batch_idx: int, current_epoch: int, global_step: int) -> HostEnvironment:
+        """The numbers of the host in one step."""
+        return HostEnvironment(
+            self.effect_facts.host.sources, batch_idx=batch_idx, current_epoch=current_epoch, global_step=global_step
+        )
+
+    def _choose(self, latest: CompiledStep, env: HostEnvironment) -> tuple[CompiledStep | None, tuple[Any, ...]]:
+        """The variant for these numbers beside the one that ran last, and its computed inputs; None: to be compiled."""
+        self.variants.moment += 1
+        variant = None if latest.group is None else latest.group.find(env)
+        if variant is None or variant.info.host is None:
+            return variant, ()
+        return variant, variant.info.host.inputs(env)
+
     def _train_variant(
-        self, flags: tuple[Any, ...], batch: Any, arrays: Any, treedef: Any, positions: Any, ints: Any
+        self,
+        flags: tuple[Any, ...],
+        batch: Any,
+        arrays: Any,
+        treedef: Any,
+        positions: Any,
+        ints: Any,
+        env: HostEnvironment,
     ) -> CompiledStep:
         self.ensure_created("train", batch, Scalars.of([int(i) for i in ints[1:]]))
         buffer, window_start, apply, clip, outputs = flags
@@ -350,7 +379,7 @@ class Engine(EngineLogs):
             self.ensure_gradient_buffer()
         self.ensure_optimizer_states()
         table = self._table("train")
-        variant = self.variants.train(self, options, table, batch, arrays, treedef, positions, ints)
+        variant = self.variants.train(self, options, table, batch, arrays, treedef, positions, ints, env)
         self._hot[flags] = variant
         return variant
 
@@ -407,10 +436,13 @@ class Engine(EngineLogs):
         flags = (stage, dataloader_idx, want_outputs)
         state = self.evaluation_leaves()
         acc = self._eval_acc.get(stage)
-        variant = self._hot_eval.get(flags)
+        variant, env, host = self._hot_eval.get(flags), None, ()
+        if variant is not None and variant.info.host is not None:
+            env = self._environment(batch_idx, current_epoch, global_step)
+            variant, host = self._choose(variant, env)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
             try:
-                self._eval_acc[stage], values, states, outputs, effects = variant.call(state, acc, arrays, ints)
+                self._eval_acc[stage], values, states, outputs, effects = variant.call(state, acc, arrays, ints, *host)
             except TypeError:
                 variant = None
         else:
@@ -419,15 +451,27 @@ class Engine(EngineLogs):
             self.ensure_created(stage, batch, Scalars.of([int(i) for i in ints[1:]], dataloader_idx))
             state = self.evaluation_leaves()
             table = self._table(stage)
+            env = self._environment(batch_idx, current_epoch, global_step)
             variant = self.variants.evaluate(
-                self, EvalOptions(stage, dataloader_idx, want_outputs), table, batch, arrays, treedef, positions, ints
+                self,
+                EvalOptions(stage, dataloader_idx, want_outputs),
+                table,
+                batch,
+                arrays,
+                treedef,
+                positions,
+                ints,
+                env,
             )
             self._hot_eval[flags] = variant
+            host = () if variant.info.host is None else variant.info.host.inputs(env)
             self._eval_acc[stage], values, states, outputs, effects = variant.call(
-                state, self._eval_acc[stage], arrays, ints
+                state, self._eval_acc[stage], arrays, ints, *host
             )
         if variant.info.effects is not None:
             variant.info.effects(effects)
+        if variant.info.host is not None and env is not None:
+            variant.info.host.finish(env)
         return StepOutput(variant.info.plan, values, states, False, variant.info.outputs, outputs)
 
     def predict_step(

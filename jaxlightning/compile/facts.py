@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jaxlightning.compile.host_inputs import HostFacts
+
 __all__ = ["EffectFacts"]
 
 
@@ -16,6 +18,8 @@ class EffectFacts:
 
     Attributes:
         state: Paths of attributes that are part of the carried state: `"queue"`, `"child.ema"`.
+        host: Numbers of the host that steps read and write.
     """
 
     state: dict[str, str] = field(default_factory=dict)
+    host: HostFacts = field(default_factory=HostFacts)

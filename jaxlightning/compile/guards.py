@@ -178,7 +178,7 @@ def _leaves(node: Any) -> list[Any]:
 
 
 _WAYS_OUT = (
-    "Every outcome is compiled by itself, so a text or a key made from a step number, an index or a loop by it compiles "
+    "Every outcome is compiled by itself, so a text or a key made from a step number, or a loop by it, compiles "
     "at every step. Keep such numbers as arrays (jnp.where, jax.lax.cond, `x[batch_idx]` on a JAX array), decide by "
     "something that has few outcomes (`batch_idx % 100 == 0`), or do it in a hook such as `on_train_batch_end`."
 )

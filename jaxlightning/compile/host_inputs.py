@@ -22,7 +22,6 @@ from jaxlightning.compile.host_proxy import AVAILABLE, HostNumber, plain_value, 
 from jaxlightning.compile.host_values import BASE, Expression, HostEnvironment, apply, leaf
 from jaxlightning.compile.trace import RetraceError, Scalars
 
-
 __all__ = ["HostFacts", "HostInputs", "Room", "user_line"]
 
 _OWN = ("jaxlightning", "jax", "jaxlib", "flax", "optax", "contextlib", "functools")
@@ -247,6 +246,16 @@ class HostInputs:
         return (
             _vector(self._slots[0], self._sizes[0], np.dtype(np.int64 if wide else np.int32), env),
             _vector(self._slots[1], self._sizes[1], np.dtype(np.float64 if wide else np.float32), env),
+        )
+
+    def example(self) -> tuple[np.ndarray[Any, Any], ...]:
+        """Vectors of the shapes that `inputs` gives."""
+        if not any(self._sizes):
+            return ()
+        wide = jax.config.jax_enable_x64
+        return (
+            np.zeros(self._sizes[0], np.int64 if wide else np.int32),
+            np.zeros(self._sizes[1], np.float64 if wide else np.float32),
         )
 
     def finish(self, env: HostEnvironment) -> None:

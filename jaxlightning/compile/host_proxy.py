@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxlightning.compile.host_values import Expression, apply, constant_text
+from jaxlightning.compile.host_values import Expression, constant_text
 
 try:  # no public counterpart: a subclass of the tracer of `jax.jit` is the only thing that all of JAX accepts
     from jax._src.interpreters.partial_eval import DynamicJaxprTracer as _Tracer

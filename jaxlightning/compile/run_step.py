@@ -16,6 +16,7 @@ import numpy as np
 from jaxlightning.compile.batch_mask import PaddedBatch, refuse_unmasked
 from jaxlightning.compile.effects import OwnerTracer, ReadRecorder, SideEffects, refuse_writes, tracing_class
 from jaxlightning.compile.explain import explain
+from jaxlightning.compile.host_inputs import HostInputs
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.outputs import OutputTree, is_array
 from jaxlightning.compile.replay import HostEffects
@@ -49,6 +50,7 @@ class StepInfo:
         reads: Attributes of the module that became constants.
         needs_host: Something has to be done on the host before or after each call.
         effects: What is done with the arrays that the compiled call returns last, None for nothing.
+        host: Numbers of the host that the step uses, None for none (and with `jit=False`).
     """
 
     plan: LogPlan = field(default_factory=LogPlan)
@@ -59,6 +61,7 @@ class StepInfo:
     reads: ReadRecorder = field(default_factory=ReadRecorder)
     needs_host: bool = False
     effects: HostEffects | None = None
+    host: HostInputs | None = None
 
 
 def step_key(seed: Any, micro_step: Any, stage: str) -> jax.Array:

@@ -15,6 +15,10 @@ import numpy as np
 from jaxlightning.compile import batch as batches
 from jaxlightning.compile import core
 from jaxlightning.compile.core import EvalOptions, TrainOptions
+from jaxlightning.compile.guards import VariantGroup
+from jaxlightning.compile.host_inputs import HostInputs, Room
+from jaxlightning.compile.host_proxy import weak
+from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.packing import SlotTable
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.state import TrainState
@@ -39,6 +43,7 @@ class CompiledStep:
         info: What its trace found (logged keys, outputs, attributes read).
         call: The compiled function on flat leaves.
         seconds: How long tracing and compiling took.
+        group: The variants of the same step for other numbers of the host.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class CompiledStep:
         self.treedef = treedef
         self.positions = positions
         self.seconds = seconds
+        self.group: VariantGroup[CompiledStep] | None = None
         self._traced, self._lowered, self._compiled = stages
 
     @property
@@ -102,15 +108,16 @@ def weak_integers(ints: Any) -> list[Any]:
     """The integers of a vector as weakly typed scalars: arithmetic with them keeps the other operand's dtype."""
     if isinstance(ints, np.ndarray):
         return [int(i) for i in ints]
-    return [_weak(ints[i]) for i in range(ints.shape[0])]
+    return [weak(ints[i]) for i in range(ints.shape[0])]
 
 
-def _weak(value: Any) -> Any:
-    try:
-        from jax._src.lax.lax import _convert_element_type  # no public way to make a traced scalar weak
-    except ImportError:
-        return value
-    return _convert_element_type(value, weak_type=True)
+def _inputs(info: StepInfo, ints: Any, host: Any) -> tuple[Any, Scalars]:
+    """The seed and the host numbers of a step from its integer inputs."""
+    seed, micro_step, *base = weak_integers(ints)
+    if info.host is None:
+        return seed, Scalars.of((micro_step, *base))
+    info.host.bind(base, host)
+    return seed, info.host.scalars(micro_step)
 
 
 class Variants:
@@ -130,12 +137,15 @@ class Variants:
         self.owner = owner
         self.counts: dict[str, int] = {}
         self.latest: dict[str, CompiledStep] = {}
-        self._cache: dict[Any, CompiledStep] = {}
+        self.moment = 0
+        self._cache: dict[Any, VariantGroup[CompiledStep]] = {}
+        self._rooms: dict[Any, Room] = {}
         self._stage_sensitive = False
 
     def clear(self, keep_evaluation: bool = False) -> None:
         """Drops variants because the structure of the state changed; evaluation needs a part of it only."""
         self._cache = {key: v for key, v in self._cache.items() if keep_evaluation and key[0] == "eval"}
+        self._rooms = {key: room for key, room in self._rooms.items() if key in self._cache}
 
     def drop_changed(self) -> bool:
         """Drops variants that read an attribute which has another value now; says which.
@@ -144,11 +154,12 @@ class Variants:
             Whether any was dropped.
         """
         dropped: dict[str, str] = {}
-        for key, variant in list(self._cache.items()):
-            changed = variant.info.reads.changed()
-            if changed:
-                dropped[variant.kind] = ", ".join(f"self.{name}" for name in changed)
-                del self._cache[key]
+        for group in self._cache.values():
+            for variant in group.variants():
+                changed = variant.info.reads.changed()
+                if changed:
+                    dropped[variant.kind] = ", ".join(f"self.{name}" for name in changed)
+                    group.remove(lambda other, gone=variant: other is gone)  # type: ignore[misc]
         for kind, names in dropped.items():
             _log.info("%s: %s changed, so the %s step is compiled again.", self.owner, names, kind)
         return bool(dropped)
@@ -157,7 +168,7 @@ class Variants:
 
     def train(
         self, engine: Engine, options: TrainOptions, table: SlotTable, batch: Any, arrays: Any, treedef: Any,
-        positions: Any, ints: Any,
+        positions: Any, ints: Any, env: HostEnvironment,
     ) -> CompiledStep:  # fmt: skip
         """The variant for one training batch."""
 
@@ -169,11 +180,11 @@ class Variants:
             join = _joiner(batch, treedef, positions)
             state_treedef = engine.state_treedef
 
-            def step(leaves: Any, arrays: Any, ints: Any, floats: Any) -> Any:
+            def step(leaves: Any, arrays: Any, ints: Any, floats: Any, *host: Any) -> Any:
                 state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
-                seed, *numbers = weak_integers(ints)
+                seed, scalars = _inputs(info, ints, host)
                 state, values, states, outputs, finite, effects = core.train_step(
-                    engine.binding, table, info, options, state, join(arrays), Scalars.of(numbers), seed, floats
+                    engine.binding, table, info, options, state, join(arrays), scalars, seed, floats
                 )
                 return _flat(state, state_treedef), values, states, outputs, finite, effects
 
@@ -183,12 +194,12 @@ class Variants:
             return engine.leaves, arrays, ints, engine.floats
 
         return self._get(
-            key, "train", build, args, engine, table, donate=(0,), batch=1, treedef=treedef, positions=positions
+            key, "train", build, args, engine, table, env, donate=(0,), batch=1, treedef=treedef, positions=positions
         )
 
     def evaluate(
         self, engine: Engine, options: EvalOptions, table: SlotTable, batch: Any, arrays: Any, treedef: Any,
-        positions: Any, ints: Any,
+        positions: Any, ints: Any, env: HostEnvironment,
     ) -> CompiledStep:  # fmt: skip
         """The variant for one evaluation or prediction batch."""
         asked = options
@@ -206,9 +217,9 @@ class Variants:
             join = _joiner(batch, treedef, positions)
             state_treedef = engine.evaluation_treedef
 
-            def step(leaves: Any, acc: Any, arrays: Any, ints: Any) -> Any:
+            def step(leaves: Any, acc: Any, arrays: Any, ints: Any, *host: Any) -> Any:
                 params, variables, attributes = jax.tree_util.tree_unflatten(state_treedef, leaves)
-                seed, *numbers = weak_integers(ints)
+                seed, scalars = _inputs(info, ints, host)
                 return core.eval_step(
                     engine.binding,
                     table,
@@ -219,7 +230,7 @@ class Variants:
                     attributes,
                     acc,
                     join(arrays),
-                    Scalars.of(numbers),
+                    scalars,
                     seed,
                 )
 
@@ -229,8 +240,9 @@ class Variants:
             return engine.evaluation_leaves(), engine.evaluation_accumulators(asked.stage), arrays, ints
 
         variant = self._get(
-            key, options.stage, build, args, engine, table, donate=(1,), batch=2, treedef=treedef, positions=positions
-        )
+            key, options.stage, build, args, engine, table, env, donate=(1,), batch=2, treedef=treedef,
+            positions=positions,
+        )  # fmt: skip
         if variant.info.stage_read and not self._stage_sensitive and options.stage == "validate":
             # It asked for the stage, so what it found holds for this stage only.
             self._stage_sensitive = True
@@ -255,7 +267,7 @@ class Variants:
             return engine.leaves, engine.floats
 
         return self._get(
-            lambda: ("update",), "update", build, args, engine, None, donate=(0,), batch=None, treedef=None,
+            lambda: ("update",), "update", build, args, engine, None, None, donate=(0,), batch=None, treedef=None,
             positions=None,
         )  # fmt: skip
 
@@ -263,19 +275,20 @@ class Variants:
 
     def _get(
         self, make_key: Callable[[], Any], kind: str, build: Callable[[StepInfo], Callable[..., Any]],
-        args: Callable[[], tuple[Any, ...]], engine: Engine, table: SlotTable | None, *, donate: tuple[int, ...],
-        batch: int | None, treedef: Any, positions: Any,
+        args: Callable[[], tuple[Any, ...]], engine: Engine, table: SlotTable | None, env: HostEnvironment | None, *,
+        donate: tuple[int, ...], batch: int | None, treedef: Any, positions: Any,
     ) -> CompiledStep:  # fmt: skip
         learnt: list[str] = []
         while True:
             # Computed anew after each try: what a trace learns may change the state.
             key = make_key()
-            found = self._cache.get(key)
+            group = self._cache.get(key)
+            found = None if group is None else group.find(env)
             if found is not None:
                 return found
             try:
                 return self._make(
-                    key, kind, build, args, engine, table, donate=donate, batch=batch, treedef=treedef,
+                    key, kind, build, args, engine, table, env, donate=donate, batch=batch, treedef=treedef,
                     positions=positions,
                 )  # fmt: skip
             except RetraceError as error:
@@ -290,11 +303,11 @@ class Variants:
 
     def _make(
         self, key: Any, kind: str, build: Callable[[StepInfo], Callable[..., Any]], args: Callable[[], tuple[Any, ...]],
-        engine: Engine, table: SlotTable | None, *, donate: tuple[int, ...], batch: int | None, treedef: Any,
-        positions: Any,
+        engine: Engine, table: SlotTable | None, env: HostEnvironment | None, *, donate: tuple[int, ...],
+        batch: int | None, treedef: Any, positions: Any,
     ) -> CompiledStep:  # fmt: skip
         start = time.perf_counter()
-        info = StepInfo()
+        info = self._info(key, engine, env)
         function = build(info)
         if not self.jit:
             variant = CompiledStep(
@@ -302,25 +315,44 @@ class Variants:
             )
             if table is not None:
                 variant.call = _growing(variant, engine, kind, table)
-            self._cache[key] = self.latest[kind] = variant
+            self._keep(key, variant, engine)
             return variant
-        example = args()
+        example = (*args(), *_host_example(info))
         traced = self.strategy.jit(function, example, donate=donate, batch=batch).trace(*example)
         if table is not None and table.needed > table.capacity:
             # More keys than the accumulators have room for: grow them and trace once more.
             engine.grow_accumulators(table)
-            info = StepInfo()
+            info = self._info(key, engine, env)
             function = build(info)
-            example = args()
+            example = (*args(), *_host_example(info))
             traced = self.strategy.jit(function, example, donate=donate, batch=batch).trace(*example)
+        if info.host is not None:
+            info.host.release()
+            info.host = info.host if info.host.needed else None
+            info.needs_host = info.needs_host or info.host is not None
         lowered = traced.lower()
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
         variant = CompiledStep(kind, compiled, info, treedef, positions, seconds, (traced, lowered, compiled))
-        self._cache[key] = self.latest[kind] = variant
         self.counts[kind] = self.counts.get(kind, 0) + 1
+        self._keep(key, variant, engine)
         self._report(variant, key)
         return variant
+
+    def _info(self, key: Any, engine: Engine, env: HostEnvironment | None) -> StepInfo:
+        info = StepInfo()
+        if self.jit and env is not None:
+            info.host = HostInputs(engine.effect_facts.host, env, self._rooms.setdefault(key, Room()))
+        return info
+
+    def _keep(self, key: Any, variant: CompiledStep, engine: Engine) -> None:
+        group = self._cache.get(key)
+        if group is None:
+            group = self._cache[key] = VariantGroup(f"{self.owner}'s {variant.kind} step")
+        host = variant.info.host
+        variant.group = group
+        self.latest[variant.kind] = variant
+        group.add(() if host is None else tuple(host.guards.values()), variant, self.moment)
 
     def _report(self, variant: CompiledStep, key: Any) -> None:
         if not self.log_compiles:
@@ -335,6 +367,16 @@ class Variants:
             temporary,
             key[-1] if len(key) > 1 else "-",
         )  # fmt: skip
+        host = variant.info.host
+        if host is not None and host.guards:
+            _log.info(
+                "%s: this variant of the %s step is for the steps in which %s.",
+                self.owner, variant.kind, "; ".join(str(guard) for guard in host.guards.values()),
+            )  # fmt: skip
+
+
+def _host_example(info: StepInfo) -> tuple[Any, ...]:
+    return () if info.host is None else info.host.example()
 
 
 def _growing(variant: CompiledStep, engine: Engine, kind: str, table: SlotTable) -> Callable[..., Any]:
