@@ -23,7 +23,7 @@ _EXPORTS = {
     "lr_schedule": "jaxlightning.optim",
     "seed_everything": "jaxlightning.utilities",
 }
-_MODULES = ("adapters", "callbacks", "checkpoint", "loggers", "metrics", "optim", "profilers", "utilities")
+_MODULES = ("adapters", "callbacks", "checkpoint", "loggers", "metrics", "optim", "plugins", "profilers", "utilities")
 
 if TYPE_CHECKING:
     from jaxlightning import adapters as adapters
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxlightning import loggers as loggers
     from jaxlightning import metrics as metrics
     from jaxlightning import optim as optim
+    from jaxlightning import plugins as plugins
     from jaxlightning import profilers as profilers
     from jaxlightning import utilities as utilities
     from jaxlightning.adapters import ArrayLoader as ArrayLoader

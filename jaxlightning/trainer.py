@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from jaxlightning.checkpoint import CheckpointConnector
+from jaxlightning.compile.precision import Precision
 from jaxlightning.loggers import DummyLogger, configure_loggers
 from jaxlightning.loops.call import HookTable
 from jaxlightning.loops.data_connector import DataConnector
@@ -21,19 +22,20 @@ from jaxlightning.loops.fit_loop import FitLoop
 from jaxlightning.loops.interrupts import SignalConnector
 from jaxlightning.loops.prediction_loop import PredictionLoop
 from jaxlightning.metrics import LoggerConnector
+from jaxlightning.optim._nonfinite import check_mode
 from jaxlightning.profilers import PassThroughProfiler
 from jaxlightning.profilers._select import select_profiler
 from jaxlightning.trainer_callbacks import default_root, make_callbacks
 from jaxlightning.trainer_devices import DeviceFlags
 from jaxlightning.trainer_flags import (
     batch_limit,
-    canonical_precision,
     check_barebones,
     check_clipping,
     check_pad_batches,
     check_unbuilt,
     check_vectorize,
     defaults_from_env,
+    select_precision,
     set_normal_defaults,
     time_interval_seconds,
 )
@@ -57,7 +59,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         strategy: "auto", "ddp", or a `jaxlightning.parallel.Strategy`.
         devices: A number, a list of indices, or "auto": one on a CPU, all local ones on an accelerator.
         num_nodes: Number of hosts.
-        precision: "32-true"; others are not built yet.
+        precision: "32-true", "64-true", "16-true", "bf16-true", "16-mixed" or "bf16-mixed", or 64, 32, 16, "bf16".
         logger: True for TensorBoard, False for none, a logger or several.
         callbacks: A callback or a list of them.
         fast_dev_run: Run n batches of everything (True is 1), without loggers and checkpoints.
@@ -88,8 +90,11 @@ class Trainer(TrainerVerbs, TrainerProperties):
         use_distributed_sampler: Accepted with a note.
         profiler: "simple", "advanced", "jax", or a profiler.
         detect_anomaly: Raise at the first loss or gradient that is not finite; one device read per step.
+        on_nonfinite: What becomes of an update whose loss or gradients are not finite: None (it is applied, as in
+            Lightning), "skip", "warn", or "raise" at the next log point or end of an epoch. They are counted on the
+            device and logged as `nonfinite_updates`.
         barebones: Switch off everything that costs time besides training.
-        plugins: Not built yet.
+        plugins: A precision policy of `jaxlightning.plugins`, in place of `precision`.
         sync_batchnorm: Accepted with a note.
         reload_dataloaders_every_n_epochs: Request the loaders anew every n epochs.
         default_root_dir: Where everything goes that has no place of its own; the working directory by default.
@@ -125,7 +130,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         strategy: Any = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
-        precision: str | int | None = None,
+        precision: str | int | Precision | None = None,
         logger: Any | Iterable[Any] | bool | None = None,
         callbacks: list[Any] | Any | None = None,
         fast_dev_run: int | bool = False,
@@ -155,6 +160,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         use_distributed_sampler: bool = True,
         profiler: Any | str | None = None,
         detect_anomaly: bool = False,
+        on_nonfinite: str | None = None,
         barebones: bool = False,
         plugins: Any = None,
         sync_batchnorm: bool = False,
@@ -177,7 +183,9 @@ class Trainer(TrainerVerbs, TrainerProperties):
             set_normal_defaults(flags)
         check_unbuilt(flags)
         self._device_flags = DeviceFlags(accelerator, strategy, devices, num_nodes)
-        self.precision = canonical_precision(precision)
+        self.precision_plugin = select_precision(precision, plugins)
+        self.precision = self.precision_plugin.precision
+        self.on_nonfinite = check_mode(on_nonfinite)
         self._default_root_dir = default_root(default_root_dir)
         self._jit, self.channels_last, self._log_compiles = jit, channels_last, log_compiles
         self._seed_flag = seed

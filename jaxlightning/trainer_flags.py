@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from jaxlightning.compile.precision import Precision, make_precision
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -183,7 +184,6 @@ def canonical_precision(value: Any) -> str:
 
     Raises:
         ValueError: For a value that Lightning does not know either.
-        NotImplementedError: For one that is not built yet.
     """
     if value is None:
         return "32-true"
@@ -197,12 +197,41 @@ def canonical_precision(value: Any) -> str:
             f"`precision={text}` is supported for historical reasons but its usage is discouraged. Please set your"
             f" precision to {name} instead!"
         )
-    if name != "32-true":
-        raise NotImplementedError(
-            f"`Trainer(precision={value!r})` ({name}) is not built yet; '32-true' is. Until then give the dtypes to"
-            " your Flax modules (`dtype=`, `param_dtype=`)."
-        )
     return name
+
+
+def select_precision(value: Any, plugins: Any) -> Precision:
+    """Find the precision policy in the flags `precision` and `plugins`.
+
+    Args:
+        value: The flag `precision`; a policy object is taken as it is.
+        plugins: None, a plugin, or a list of plugins.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: For an unknown name, or when both flags name one.
+        MisconfigurationException: For two policies.
+        NotImplementedError: For plugins of another kind, and for Transformer Engine.
+    """
+    given = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+    policies = [each for each in given if isinstance(each, Precision)]
+    others = [each for each in given if not isinstance(each, Precision)]
+    if others:
+        raise NotImplementedError(
+            f"`Trainer(plugins={plugins!r})` is not built yet in this version of jaxlightning for"
+            f" {type(others[0]).__name__}; a precision policy of `jaxlightning.plugins` is."
+        )
+    if len(policies) > 1:
+        raise MisconfigurationException(
+            f"Received multiple values for Precision flags in `plugins`: {policies}. Expected one value."
+        )
+    if policies and value is not None:
+        raise ValueError(f"Received both `precision={value}` and `plugins={policies[0]}`. Choose one.")
+    if policies:
+        return policies[0]
+    return value if isinstance(value, Precision) else make_precision(canonical_precision(value))
 
 
 def check_unbuilt(flags: dict[str, Any]) -> None:
@@ -220,7 +249,6 @@ def check_unbuilt(flags: dict[str, Any]) -> None:
         raise ValueError(f"`num_nodes` must be a positive integer, but got {nodes}.")
     ways = {
         "num_nodes": (1, "Start one process per host with `jax.distributed` once it is."),
-        "plugins": (None, ""),
         "model_registry": (None, ""),
     }
     for name, (default, way) in ways.items():

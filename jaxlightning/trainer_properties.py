@@ -13,6 +13,7 @@ from jaxlightning.utilities.states import RunningStage, TrainerFn, TrainerState,
 
 if TYPE_CHECKING:
     from jaxlightning.callbacks import Checkpoint, EarlyStopping, ProgressBar
+    from jaxlightning.compile.precision import Precision
     from jaxlightning.loops.evaluation_loop import EvaluationLoop
     from jaxlightning.loops.fit_loop import FitLoop
     from jaxlightning.loops.prediction_loop import PredictionLoop
@@ -49,6 +50,8 @@ class TrainerProperties:
     num_sanity_val_steps: int | float
     datamodule: Any
     precision: str
+    precision_plugin: Precision
+    on_nonfinite: str | None
     _device_flags: DeviceFlags
     _default_root_dir: str
     _loggers: list[Any]

@@ -38,6 +38,11 @@ def run(trainer: Trainer, model: Any, ckpt_path: Any, weights_only: bool | None)
     Returns:
         What the loop returns.
     """
+    with trainer.precision_plugin.scope():
+        return _run(trainer, model, ckpt_path, weights_only)
+
+
+def _run(trainer: Trainer, model: Any, ckpt_path: Any, weights_only: bool | None) -> Any:
     fitting = trainer.state.fn == TrainerFn.FITTING
     if fitting:
         settle_loop_limits(trainer)
@@ -145,6 +150,8 @@ def attach_engine(trainer: Trainer) -> None:
             seed=seed,
             detect_anomaly=settings[1],
             log_compiles=settings[2],
+            precision=trainer.precision_plugin,
+            on_nonfinite=trainer.on_nonfinite,
         )
         modes = None if before is None else before.binding.modes()
         # Until `attach` the networks still answer to the old engine, which holds the newest values.

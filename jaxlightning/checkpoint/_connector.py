@@ -314,6 +314,15 @@ class CheckpointConnector:
         saved_states = [state.get("state") for state in states]
         if None not in saved_states:  # saved before the first step there are none, and the optimizers begin anew
             engine.load_optimizer_states(saved_states)
+        scaler = self._loaded.get(type(trainer.precision_plugin).__qualname__)
+        if isinstance(scaler, dict) and "scale" in scaler:
+            engine.load_scaler(
+                {
+                    "scale": scaler["scale"],
+                    "growth_tracker": scaler["_growth_tracker"],
+                    "skipped": scaler.get("skipped", 0),
+                }
+            )
         if self._loaded.get("gradients") and trainer.fit_loop.continues_epoch:
             engine.load_gradients(self._loaded["gradients"])
         for config, saved in zip(trainer.lr_scheduler_configs, self._loaded["lr_schedulers"], strict=False):

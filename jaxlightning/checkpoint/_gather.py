@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.checkpoint import _contents, _host_rng, _running
@@ -78,6 +79,15 @@ def _add_training_state(trainer: Trainer, checkpoint: dict[str, Any], sections: 
         for handle, state in zip(trainer.optimizers, optimizer_states, strict=True)
     ]
     checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    if sections.get("scaler") is not None:
+        plugin, scaler = trainer.precision_plugin, sections["scaler"]
+        options = dataclasses.asdict(plugin.scaler)
+        checkpoint[type(plugin).__qualname__] = {
+            "scale": float(scaler["scale"]),
+            **{key: options[key] for key in ("growth_factor", "backoff_factor", "growth_interval")},
+            "_growth_tracker": int(scaler["growth_tracker"]),
+            "skipped": int(scaler["skipped"]),
+        }
     if sections.get("gradients") and trainer.fit_loop._should_accumulate():
         checkpoint["gradients"] = sections["gradients"]
     checkpoint["metrics"] = _running.collect(trainer)

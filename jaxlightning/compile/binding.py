@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlightning.compile.effects import INTERNAL
 from jaxlightning.compile.networks import LinenNetwork, is_linen, is_nnx, rebuild, walk
 from jaxlightning.compile.nnx_networks import NnxGroup
+from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.trace import Trace
 from jaxlightning.hooks import ModuleHooks
 
@@ -69,6 +70,8 @@ class Binding:
         self.nnx: NnxGroup | None = None
         self.nnx_training: dict[str, bool] = {}
         self.optimizers: list[OptimizerHandle] = []
+        self.precision = Precision()
+        self.on_nonfinite: str | None = None
         self._wrappers: dict[int, LinenNetwork] = {}
 
     def attach(self) -> None:
@@ -184,7 +187,8 @@ class Binding:
         if self.nnx is None:
             yield
             return
-        merged = self.nnx.bind(trace, frozenset(name for name, training in self.nnx_training.items() if not training))
+        in_evaluation = frozenset(name for name, training in self.nnx_training.items() if not training)
+        merged = self.nnx.bind(trace, in_evaluation, self.precision)
         by_id = {id(original): merged[path] for path, original in self.nnx.modules.items()}
         for owner in self.owners.values():
             for name, value in owner.__dict__["_nnx_attributes"].items():

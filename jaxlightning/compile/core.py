@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlightning.compile import packing
+from jaxlightning.compile import packing, precision
 from jaxlightning.compile.attributes import TracedAttributes
+from jaxlightning.compile.guarded_update import device_logs, guarded_update
 from jaxlightning.compile.paths import merge, select
 from jaxlightning.compile.replay import HostEffects
 from jaxlightning.compile.run_step import OutputTree, StepInfo, is_array, run_user_step, step_key
@@ -137,8 +138,12 @@ def gradients(
     info: StepInfo,
     *,
     owned: Callable[[str], bool] | None,
+    scaler: Any = None,
 ) -> Differentiated:
-    """Loss and gradients of one training batch."""
+    """Loss and gradients of one training batch.
+
+    With a loss scale (`scaler`) the scaled loss is differentiated; gradients and loss come back without it.
+    """
     where = f"{type(binding.module).__name__}.training_step"
     trainable = params if owned is None else select(params, owned)
     metas: list[LogEntry] = []
@@ -160,27 +165,32 @@ def gradients(
         logged = [(entry.value, entry.weight) for entry in trace.logs]
         if loss is None:
             raise _SkippedError(trace, extras)
+        loss = binding.precision.convert_output(loss)
         output = OutputTree(extras)
         effects = _leave(info, trace)
-        return loss, (trace.variables, _values(trace), logged, effects, output.detach(), _Static(output))
+        aux = (loss, trace.variables, _values(trace), logged, effects, output.detach(), _Static(output))
+        return precision.scale_loss(scaler, loss), aux
+
+    def scaled_fn(train_params: Any) -> Any:
+        return loss_fn(train_params, silent=True, record=False)[0]
 
     def value_fn(train_params: Any) -> Any:
-        return loss_fn(train_params, silent=True, record=False)[0]
+        return loss_fn(train_params, silent=True, record=False)[1][0]
 
     try:
         if not binding.jit:
             # Once concretely, for effects and for a person at a breakpoint; once silently, for gradients.
-            loss, (variables, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
+            _, (loss, variables, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
             grads = (
-                jax.grad(value_fn)(trainable)
+                jax.grad(scaled_fn)(trainable)
                 if jax.tree_util.tree_leaves(trainable) and owned is not _nothing
                 else None
             )
         elif owned is _nothing:
-            loss, (variables, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
+            _, (loss, variables, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
             grads = None
         else:
-            (loss, (variables, attributes, logged, effects, extra_arrays, static)), grads = jax.value_and_grad(
+            (_, (loss, variables, attributes, logged, effects, extra_arrays, static)), grads = jax.value_and_grad(
                 loss_fn, has_aux=True
             )(trainable)
     except _SkippedError:
@@ -196,6 +206,7 @@ def gradients(
         raise
     logs = [LogEntry(entry.meta, value, weight) for entry, (value, weight) in zip(metas, logged, strict=True)]
     extras = static.output.rebuild(extra_arrays)
+    grads = precision.unscale(scaler, grads)
     return Differentiated(loss, extras, grads, variables, attributes, logs, effects, value_fn)
 
 
@@ -291,31 +302,38 @@ def train_step(
     """
     owned = _nothing if not binding.optimizers else binding.owned
     old = state
+    policy = binding.precision
     result = gradients(
-        binding, state.params, state.variables, state.attributes, batch, scalars, seed, info, owned=owned
-    )
-    loss, grads, logs = result.loss, result.grads, result.logs
-    state = state.replace(variables=result.variables, attributes=result.attributes)
+        binding, state.params, state.variables, state.attributes, policy.convert_input(batch), scalars, seed, info,
+        owned=owned, scaler=state.scaler,
+    )  # fmt: skip
+    loss, grads, logs, variables = result.loss, result.grads, result.logs, result.variables
+    if policy.casts:  # what the step carries keeps its dtype
+        variables = jax.tree.map(lambda new, like: new.astype(like.dtype), variables, state.variables)
+    state = state.replace(variables=variables, attributes=result.attributes)
     if loss is not None and options.buffer:
         loss = loss * floats[0].astype(loss.dtype)
     flags = None
     if options.check_finite and loss is not None:
-        info.finite_names, flags = _finite(loss, grads)
+        # Gradients of a scaled loss may overflow: that is what the scale is moved by.
+        info.finite_names, flags = _finite(loss, None if policy.scaler is not None else grads)
     if options.buffer:
         state, grads = _accumulate(state, grads, floats, options)
     if options.apply and grads is not None:
+        raw, before = grads, state
         if options.clip is not None:
             grads = clip_gradients(grads, floats[2], options.clip)
-        before = state
         state = update(
             binding, state, grads, hyper_of(binding, floats), value=loss, grad=grads, value_fn=result.value_fn
         )
+        state = guarded_update(binding, before, state, raw, loss)
         if flags is not None:
             good = jnp.all(flags)
             kept = jax.tree.map(
                 lambda n, o: jnp.where(good, n, o), (state.params, state.opt_state), (before.params, before.opt_state)
             )
             state = state.replace(params=kept[0], opt_state=kept[1])
+    logs = [*logs, *device_logs(state, old)]
     info.plan = packing.plan_of(table, logs)
     values, acc = packing.pack(table, logs, old.acc) if table.needed <= table.capacity else (jnp.zeros(()), old.acc)
     state = state.replace(acc=acc)
@@ -376,7 +394,7 @@ def eval_step(
         kind=options.stage, key=step_key(seed, scalars.micro_step, options.stage), scalars=scalars,
         params=dict(params), variables=dict(variables), attributes=_carried(binding, attributes),
     )  # fmt: skip
-    result = run_user_step(binding, trace, batch, info, strict=binding.jit)
+    result = run_user_step(binding, trace, binding.precision.convert_input(batch), info, strict=binding.jit)
     info.stage_read = trace.stage_read
     info.plan = packing.plan_of(table, trace.logs)
     fits = table.needed <= table.capacity

@@ -24,8 +24,10 @@ from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
 from jaxlightning.compile.packing import SlotTable, float_dtype
+from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import CompiledStep, Variants
+from jaxlightning.optim._nonfinite import check_mode
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
 __all__ = ["Engine", "StepOutput"]
@@ -71,6 +73,8 @@ class Engine(EngineLogs):
         seed: Seed of parameters and random keys, 0 to 2**32 - 1.
         log_compiles: Whether every compilation is reported at INFO.
         detect_anomaly: Whether a non-finite loss or gradient raises, at the price of one read per step.
+        precision: The policy of dtypes; None for "32-true".
+        on_nonfinite: What becomes of an update that is not finite: None, "raise", "skip" or "warn".
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Engine(EngineLogs):
         seed: int = 0,
         log_compiles: bool = False,
         detect_anomaly: bool = False,
+        precision: Precision | None = None,
+        on_nonfinite: str | None = None,
     ) -> None:
         if strategy is None:
             from jaxlightning.parallel import make_strategy
@@ -91,7 +97,10 @@ class Engine(EngineLogs):
         self._eval_acc: dict[str, Any] = {}
         self._hot: dict[Any, CompiledStep] = {}
         self._hot_eval: dict[Any, CompiledStep] = {}
-        super().__init__(Binding(module, self, jit=jit), strategy)
+        binding = Binding(module, self, jit=jit)
+        binding.precision = precision if precision is not None else binding.precision
+        binding.on_nonfinite = check_mode(on_nonfinite)
+        super().__init__(binding, strategy)
         self.module = module
         self.jit = jit
         self.seed = seed

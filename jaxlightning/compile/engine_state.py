@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlightning.compile.guarded_update import initial_guards
 from jaxlightning.compile.paths import flatten, merge, plain, select
+from jaxlightning.compile.precision import ScalerState
 from jaxlightning.compile.state import TrainState
 
 if TYPE_CHECKING:
@@ -207,7 +209,8 @@ class EngineState:
                     problems.append(f"{path}: shape {a} instead of {b}")
         if problems:
             raise ValueError(f"The new value of `{name}` does not fit the state: " + "; ".join(problems[:20]))
-        cast = [jnp.array(have[path], want[path].dtype) for path in want]
+        with self.binding.precision.scope():
+            cast = [jnp.array(have[path], want[path].dtype) for path in want]
         return self.strategy.put(jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(old), cast))
 
     # --- growth ---------------------------------------------------------------------------------------------------
@@ -216,7 +219,10 @@ class EngineState:
         """Takes over freshly created variables."""
         # Copies: equal outputs of a jitted function may share a buffer, and a buffer can be donated only once.
         self._set_tree(
-            self.tree.replace(params=self.strategy.put(_copy(params)), variables=self.strategy.put(_copy(variables)))
+            self.tree.replace(
+                params=self.strategy.put(_copy(self.binding.precision.convert_params(params))),
+                variables=self.strategy.put(_copy(self.binding.precision.convert_variables(variables))),
+            )
         )
 
     def copy_variables(self, source: str, target: str) -> None:
@@ -232,7 +238,7 @@ class EngineState:
         """Optimizer states are made afresh when the next training step needs them."""
         self._optimizer_paths = None
         self.has_gradients = False
-        self._set_tree(self.tree.replace(opt_state=(), grads=None))
+        self._set_tree(self.strategy.put(initial_guards(self.binding, self.tree.replace(opt_state=(), grads=None))))
 
     def ensure_optimizer_states(self) -> None:
         """Makes optimizer states; when parameters came since, the states grow and keep what they had."""
@@ -304,7 +310,8 @@ class EngineState:
             return
         changed = nnx.split()
         state = self.tree
-        params, variables = nnx.params(), nnx.variables()
+        policy = self.binding.precision
+        params, variables = policy.convert_params(nnx.params()), policy.convert_variables(nnx.variables())
         # Copies: the user's objects keep theirs when these are donated.
         self._set_tree(
             state.replace(
@@ -333,6 +340,7 @@ class EngineState:
             if self._pending_optimizers is None
             else list(self._pending_optimizers),
             "gradients": None if state.grads is None else _to_host(state.grads),
+            "scaler": None if state.scaler is None else _to_host(state.scaler._asdict()),
             "accumulators": {} if state.acc is None else {"train": _to_host(state.acc)},
         }
 
@@ -356,8 +364,9 @@ class EngineState:
         # Linen networks that were not called yet: their shapes are compared when a step calls them.
         self._unverified |= {name for name in keep if name in self.binding.linen and name not in state.params}
         self._strict_load = strict
-        new_params = merge(state.params, keep)
-        new_variables = merge(state.variables, keep_variables)
+        policy = self.binding.precision
+        new_params = policy.convert_params(merge(state.params, keep))
+        new_variables = policy.convert_variables(merge(state.variables, keep_variables))
         self._set_tree(state.replace(params=self._placed(new_params), variables=self._placed(new_variables)))
         self._nnx_stale = True
         if weights_only:
@@ -372,6 +381,21 @@ class EngineState:
         else:
             pending, self._pending_optimizers = self._pending_optimizers, None
             self._load_optimizers(pending)
+
+    def load_scaler(self, saved: Mapping[str, Any]) -> None:
+        """Restores the loss scale, where the precision has one."""
+        state = self.tree
+        if state.scaler is not None:
+            fresh = {name: jnp.asarray(saved[name], old.dtype) for name, old in state.scaler._asdict().items()}
+            self._set_tree(state.replace(scaler=self.strategy.put(ScalerState(**fresh))))
+
+    def skipped_updates(self) -> int:
+        """How many updates were left out so far because they were not finite; reads the device."""
+        state = self.tree
+        counts = [] if state.scaler is None else [state.scaler.skipped]
+        if state.nonfinite is not None and self.binding.on_nonfinite in ("skip", "raise"):
+            counts.append(state.nonfinite.count)
+        return sum(int(count) for count in counts)
 
     def load_gradients(self, gradients: Mapping[str, Any]) -> None:
         """Restores the gradients of an accumulation window that is under way.
@@ -392,7 +416,8 @@ class EngineState:
 
     def _placed(self, tree: Any) -> Any:
         # Copies: numpy memory handed to a CPU device may be shared with the host array.
-        return self.strategy.put(jax.tree.map(jnp.array, tree))
+        with self.binding.precision.scope():
+            return self.strategy.put(jax.tree.map(jnp.array, tree))
 
     def _check_weights(self, params: Mapping[str, Any], variables: Mapping[str, Any], strict: bool) -> None:
         have = flatten({"params": params, "variables": variables})

@@ -149,7 +149,7 @@ def functionalize(
 
         def step(table: SlotTable, info: StepInfo, acc: Any) -> Any:
             floats = jnp.concatenate([jnp.asarray(lead), state.hyper])
-            train_state = TrainState(state.params, state.variables, {}, state.opt_state, None, acc)
+            train_state = TrainState(state.params, state.variables, {}, state.opt_state, acc=acc)
             return core.train_step(binding, table, info, options, train_state, batch, scalars, state.seed, floats)
 
         (new, values, _, arrays, _, _), info, _ = run("train", step)

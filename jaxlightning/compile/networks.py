@@ -18,6 +18,7 @@ import flax.linen as nn
 import jax
 
 from jaxlightning.compile.paths import merge, plain
+from jaxlightning.compile.precision_layers import linen_layers
 from jaxlightning.compile.selection import ParameterSelection
 from jaxlightning.compile.trace import Trace, activate, current_trace, path_hash
 
@@ -176,14 +177,19 @@ class LinenNetwork:
             threaded = [c for c in variables if c != "params"] if self.training else False
             if not threaded:
                 threaded = False
+        policy = self._engine.binding.precision
+        if policy.casts:
+            args, kwargs = policy.convert_compute((args, kwargs))
         try:
-            result = self._module.apply(variables, *args, rngs=rngs, method=method, mutable=threaded, **kwargs)
+            with linen_layers(policy):
+                result = self._module.apply(variables, *args, rngs=rngs, method=method, mutable=threaded, **kwargs)
         except Exception as error:
             self._explain(error, args)
             raise
         if threaded is False:
-            return result
+            return policy.convert_output(result)
         output, updates = result
+        output = policy.convert_output(output)
         self._write(trace, updates)
         return (output, updates) if mutable is not None else output
 
@@ -230,7 +236,7 @@ class LinenNetwork:
                 "checkpoint, or start `fit`."
             )
         before = trace.variables.get(self._path)
-        with activate(trace):
+        with self._engine.binding.precision.scope(), activate(trace):
             output = self._call_in(trace, args, kwargs, method, rngs, mutable)
         if trace.variables.get(self._path) is not before:
             self._engine.variables = trace.variables

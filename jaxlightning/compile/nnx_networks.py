@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxlightning.compile.paths import Nested, flatten
+from jaxlightning.compile.precision import Precision
+from jaxlightning.compile.precision_layers import plain_class, prepare_nnx
 from jaxlightning.compile.trace import Trace, path_hash
 
 __all__ = ["NnxGroup"]
@@ -82,12 +84,13 @@ class NnxGroup:
         flat = {path: template[path].replace(values["/".join(map(str, path))]) for path in self._paths[name]}
         return nnx.from_flat_state(flat)
 
-    def bind(self, trace: Trace, eval_networks: frozenset[str]) -> dict[str, Any]:
+    def bind(self, trace: Trace, eval_networks: frozenset[str], precision: Precision) -> dict[str, Any]:
         """Fresh modules that hold the variables of a trace.
 
         Args:
             trace: Its `params` and `variables` have an entry for each network.
             eval_networks: Networks whose layers are to be in evaluation mode.
+            precision: In which dtypes they compute.
 
         Returns:
             `{path: module}`.
@@ -113,7 +116,15 @@ class NnxGroup:
         for name in eval_networks:
             if name in merged:
                 merged[name].eval()
-        self._bound_graphdef = nnx.split(merged)[0] if eval_networks else self.graphdef
+        cast = not trace.creating and prepare_nnx(precision, merged)
+        if eval_networks or cast:
+            for network in merged.values():
+                plain_class(network)
+            self._bound_graphdef = nnx.split(merged)[0]
+            if cast:
+                prepare_nnx(precision, merged)
+        else:
+            self._bound_graphdef = self.graphdef
         self._merged = merged
         return merged
 
@@ -124,6 +135,8 @@ class NnxGroup:
             RuntimeError: If the step added, removed or replaced something on a module.
         """
         nnx = self._nnx
+        for network in (self._merged or {}).values():
+            plain_class(network)
         graphdef, _, _, rest = nnx.split(self._merged, nnx.Param, nnx.RngState, ...)
         if graphdef != self._bound_graphdef:
             raise RuntimeError(

@@ -24,6 +24,8 @@ class TrainState:
             dotted paths) that hold arrays and that a step reads.
         opt_state: One optax state per optimizer.
         grads: Accumulated gradients of the parameters that optimizers own, or None where no variant keeps any.
+        scaler: The loss scale (`ScalerState`), None where the precision has none.
+        nonfinite: Counts of updates that were not finite (`NonfiniteState`), None where nothing is checked.
         acc: Packed accumulators of the training epoch, shape [2, capacity].
     """
 
@@ -32,6 +34,8 @@ class TrainState:
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     opt_state: tuple[Any, ...] = ()
     grads: Any = None
+    scaler: Any = None
+    nonfinite: Any = None
     acc: Any = None
 
     def replace(self, **changes: Any) -> TrainState:
@@ -40,5 +44,7 @@ class TrainState:
 
 
 jax.tree_util.register_dataclass(
-    TrainState, data_fields=["params", "variables", "attributes", "opt_state", "grads", "acc"], meta_fields=[]
+    TrainState,
+    data_fields=["params", "variables", "attributes", "opt_state", "grads", "scaler", "nonfinite", "acc"],
+    meta_fields=[],
 )

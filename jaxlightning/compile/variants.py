@@ -15,6 +15,7 @@ import numpy as np
 from jaxlightning.compile import batch as batches
 from jaxlightning.compile import core
 from jaxlightning.compile.core import EvalOptions, TrainOptions
+from jaxlightning.compile.guarded_update import guarded_update
 from jaxlightning.compile.guards import VariantGroup
 from jaxlightning.compile.host_inputs import HostInputs, Room
 from jaxlightning.compile.host_proxy import weak
@@ -258,8 +259,8 @@ class Variants:
             def step(leaves: Any, floats: Any) -> Any:
                 state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
                 grads = jax.tree.map(lambda g: g * floats[1].astype(g.dtype), state.grads)
-                state = core.update(engine.binding, state, grads, core.hyper_of(engine.binding, floats))
-                return _flat(state, state_treedef)
+                new = core.update(engine.binding, state, grads, core.hyper_of(engine.binding, floats))
+                return _flat(guarded_update(engine.binding, state, new, grads), state_treedef)
 
             return step
 

@@ -243,7 +243,7 @@ def test_detect_anomaly_names_the_leaf(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"precision": "bf16-mixed"}, "precision"),
+        ({"precision": "bf16-lowered"}, "Precision"),
         ({"strategy": "fsdp"}, "strategy"),
         ({"num_nodes": 2}, "num_nodes"),
         ({"profiler": "nope"}, "profiler"),

@@ -377,7 +377,6 @@ def test_a_class_in_place_of_a_module_is_refused() -> None:
         ({"num_nodes": 2}, "num_nodes=2"),
         ({"plugins": ["x"]}, "plugins"),
         ({"model_registry": "x"}, "model_registry"),
-        ({"precision": "bf16-mixed"}, "precision='bf16-mixed'"),
         ({"strategy": "fsdp"}, "strategy='fsdp'"),
     ],
 )

@@ -1,0 +1,412 @@
+"""Precision policies in whole runs and in the compiled step: what is cast, what stays float32, what is restored."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from support.models import Classifier, LinenNet, batches, make_engine, train
+
+import jaxlightning as pl
+from jaxlightning.compile.precision import ScalerState, finish_update, make_precision, scale_loss, unscale
+from jaxlightning.plugins import DoublePrecision, GradScaler, HalfPrecision, MixedPrecision, Precision
+from jaxlightning.utilities.exceptions import MisconfigurationException
+
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+HALF = {"bf16": jnp.bfloat16, "16": jnp.float16}
+
+
+class Convolutional(nn.Module):
+    """A convolution, BatchNorm, a raw parameter, an attention, a dense layer."""
+
+    inner: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        x = nn.Conv(8, (3, 3))(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        x = nn.relu(x).mean((1, 2))
+        x = x @ self.param("raw", nn.initializers.normal(0.3), (8, 8))
+        return nn.Dense(4)(x)
+
+
+class NnxConvolutional(nnx.Module):
+    """The same with NNX."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
+        self.raw = nnx.Param(jax.random.normal(rngs.params(), (8, 8)) * 0.3)
+        self.out = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.relu(self.norm(self.conv(x))).mean((1, 2))
+        return self.out(x @ self.raw[...])
+
+
+SEEN: dict[str, Any] = {}
+"""The dtypes that the last traced step of a `Recorder` saw; not an attribute, which the trace would watch."""
+
+
+class Recorder(Classifier):
+    """Keeps the dtypes that the step sees."""
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        x, y = batch
+        logits = self.net(x)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        SEEN.update(x=x.dtype, logits=logits.dtype, loss=loss.dtype)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class Descent(Classifier):
+    """Plain gradient descent."""
+
+    def configure_optimizers(self) -> Any:
+        return optax.sgd(0.1)
+
+
+class Loader:
+    """Batches in their order."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def images(n: int = 4, size: int = 8) -> list[tuple[Any, Any]]:
+    rng = np.random.default_rng(0)
+    return [
+        (rng.standard_normal((size, 6, 6, 1)).astype(np.float32), rng.integers(0, 4, size).astype(np.int32))
+        for _ in range(n)
+    ]
+
+
+def network(kind: str) -> Any:
+    return Convolutional() if kind == "linen" else NnxConvolutional(nnx.Rngs(0))
+
+
+def dtypes(tree: Any) -> set[str]:
+    return {str(leaf.dtype) for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+
+
+def operands(text: str, name: str) -> set[str]:
+    """The element types of the operands of an operation in a lowered text."""
+    found = set()
+    for line in text.splitlines():
+        if name in line and "->" in line:
+            signature = line.rpartition(" : ")[2].partition("->")[0]
+            found |= set(re.findall(r"x(bf16|f16|f32|f64|i32)>", signature))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+def test_dots_and_convolutions_take_the_half_dtype_and_the_rest_stays_float32(kind: str, name: str) -> None:
+    module = Recorder(network(kind))
+    engine = make_engine(module, precision=make_precision(name))
+    train(engine, images(), 2)
+    half = name.partition("-")[0]
+    wanted = {"bf16": "bf16", "16": "f16"}[half]
+    text = engine.compiled["train"].lower().as_text()
+    assert operands(text, "stablehlo.dot_general") == {wanted}
+    assert operands(text, "stablehlo.convolution") == {wanted}
+    true = name.endswith("true")
+    long = str(jnp.dtype(HALF[half]))
+    assert dtypes(engine.params) == {long if true else "float32"}
+    assert dtypes(engine.variables) == {"float32"}
+    assert dtypes(engine.tree.opt_state) == {long if true else "float32"}
+    seen = {key: str(dtype) for key, dtype in SEEN.items()}
+    assert seen == {"x": long if true else "float32", "logits": "float32", "loss": "float32"}
+    assert engine.trace_counts["train"] == 1
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_the_users_own_network_is_left_as_it_was(kind: str) -> None:
+    net = network(kind)
+    engine = make_engine(Recorder(net), precision=make_precision("bf16-mixed"))
+    train(engine, images(), 1)
+    if kind == "nnx":
+        assert net.conv.dtype is None
+        assert type(net) is NnxConvolutional
+        assert net.raw[...].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_dtype_that_a_layer_was_given_wins(kind: str) -> None:
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(4, dtype=jnp.float32)(nn.Dense(16)(x))
+
+    class NnxMixed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.a = nnx.Linear(6, 16, rngs=rngs)
+            self.b = nnx.Linear(16, 4, dtype=jnp.float32, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.b(self.a(x))
+
+    engine = make_engine(
+        Classifier(Mixed() if kind == "linen" else NnxMixed(nnx.Rngs(0))), precision=make_precision("bf16-mixed")
+    )
+    train(engine, batches(), 1)
+    assert operands(engine.compiled["train"].lower().as_text(), "stablehlo.dot_general") == {"bf16", "f32"}
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+def test_the_loss_goes_down_as_in_float32(name: str) -> None:
+    # Adam's eps of 1e-8 is zero in float16, in torch as well.
+    kind = Descent if name == "16-true" else Classifier
+    losses = train(make_engine(kind(LinenNet()), precision=make_precision(name)), batches(), 40)
+    full = train(make_engine(kind(LinenNet())), batches(), 40)
+    assert np.mean(losses[-4:]) < 0.75 * np.mean(losses[:4])
+    # Eight bits of a mantissa and 40 steps; measured differences are below a fifth of this.
+    assert losses == pytest.approx(full, abs=0.1)
+
+
+def test_single_precision_is_the_step_without_a_policy() -> None:
+    plain = make_engine(Classifier(LinenNet()))
+    policy = make_engine(Classifier(LinenNet()), precision=make_precision("32-true"))
+    assert train(plain, batches(), 3) == train(policy, batches(), 3)
+    assert str(plain.compiled["train"].jaxpr) == str(policy.compiled["train"].jaxpr)
+
+
+@pytest.mark.catalogue("PN01", adaptation="x64 mode is on for the time of a run; arrays keep float64 afterwards")
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_double_precision_is_scoped_to_the_run(kind: str) -> None:
+    module = Recorder(network(kind))
+    data = Loader(images(4))
+    trainer = pl.Trainer(max_epochs=2, precision="64-true", **QUIET)
+    trainer.fit(module, data, data)
+    assert not jax.config.jax_enable_x64
+    assert jnp.ones(2).dtype == jnp.float32
+    assert {str(dtype) for dtype in SEEN.values()} == {"float64"}
+    assert dtypes(module._engine.params) == dtypes(module._engine.variables) == {"float64"}
+    assert dtypes(trainer.state.opt_state) == {"float64"}
+    assert trainer.callback_metrics["loss_epoch"].dtype == np.float64
+    assert module.net(images(1)[0][0]).dtype == jnp.float64 if kind == "linen" else True
+    before = jax.device_get(module._engine.params)
+    trainer.validate(module, data, verbose=False)
+    after = jax.device_get(module._engine.params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
+
+
+def test_double_precision_survives_a_checkpoint(tmp_path: Path) -> None:
+    data = Loader(images(4))
+    options = {**QUIET, "precision": "64-true", "default_root_dir": tmp_path}
+    straight = Recorder(network("linen"))
+    pl.Trainer(max_epochs=2, **options).fit(straight, data, data)
+    first = pl.Trainer(max_epochs=1, **options)
+    first.fit(Recorder(network("linen")), data, data)
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    second = Recorder(network("linen"))
+    pl.Trainer(max_epochs=2, **options).fit(second, data, data, ckpt_path=tmp_path / "a.ckpt")
+    same = jax.tree.map(np.array_equal, jax.device_get(straight._engine.params), jax.device_get(second._engine.params))
+    assert jax.tree.all(same)
+
+
+def test_x64_is_restored_when_a_run_fails() -> None:
+    class Fails(Recorder):
+        def on_train_epoch_end(self) -> None:
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        pl.Trainer(max_epochs=1, precision=64, **QUIET).fit(
+            Fails(network("linen")), Loader(images(2)), Loader(images(1))
+        )
+    assert not jax.config.jax_enable_x64
+
+
+# --- the loss scale -----------------------------------------------------------------------------------------------
+
+
+class Overflows(pl.LightningModule):
+    """Its gradient overflows float16 in the batches whose first number is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Dense(1, use_bias=False)
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return optax.inject_hyperparams(optax.adam)(0.1)
+
+
+def test_an_overflow_skips_the_update_and_halves_the_scale() -> None:
+    policy = MixedPrecision("16-mixed", scaler=GradScaler(init_scale=1024.0, growth_interval=3))
+    engine = make_engine(Overflows(), precision=policy)
+    good, bad = np.ones((2, 4), np.float32), np.full((2, 4), 6e4, np.float32)
+    scales, counts, weights = [], [], []
+    for i, batch in enumerate([good, bad, good, good, good, bad]):
+        engine.train_step(batch, batch_idx=i, micro_step=i)
+        state = engine.tree
+        scales.append(float(state.scaler.scale))
+        counts.append(int(state.opt_state[0].inner_state[0].count))
+        weights.append(np.asarray(state.params["net"]["kernel"]).copy())
+    assert scales == [1024.0, 512.0, 512.0, 512.0, 1024.0, 512.0]
+    assert counts == [1, 1, 2, 3, 4, 4]
+    assert np.array_equal(weights[0], weights[1])
+    assert np.array_equal(weights[4], weights[5])
+    assert not np.array_equal(weights[1], weights[2])
+    assert engine.skipped_updates() == 2
+    assert engine.trace_counts["train"] == 1
+
+
+@pytest.mark.catalogue("PN02", adaptation="the loss scale lives in the device state; skipped updates are masked")
+def test_a_skipped_update_counts_as_a_step_as_in_lightning_and_the_scale_is_logged_and_saved(tmp_path: Path) -> None:
+    def policy() -> MixedPrecision:
+        return MixedPrecision("16-mixed", "cpu", GradScaler(init_scale=1024.0, growth_interval=3))
+
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((trainer.global_step, float(trainer.callback_metrics["loss_scale"])))
+
+    good, bad = np.ones((2, 4), np.float32), np.full((2, 4), 6e4, np.float32)
+    data = Loader([good, bad, good])
+    options = {**QUIET, "default_root_dir": tmp_path}
+    trainer = pl.Trainer(max_epochs=1, plugins=policy(), callbacks=Watch(), log_every_n_steps=1, **options)
+    trainer.fit(Overflows(), data)
+    # What is logged is the scale with which the batch was computed.
+    assert seen == [(1, 1024.0), (2, 1024.0), (3, 512.0)]
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = trainer._checkpoint_connector.dump_checkpoint()["MixedPrecision"]
+    assert saved == {
+        "scale": 512.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 1,
+        "skipped": 1,
+    }  # fmt: skip
+    again = pl.Trainer(max_epochs=2, plugins=policy(), **options)
+    again.fit(Overflows(), data, ckpt_path=tmp_path / "a.ckpt")
+    # good: tracker 2; overflow: halved, tracker 0; good: tracker 1
+    assert float(again._engine.tree.scaler.scale) == 256.0
+    assert again._engine.skipped_updates() == 2
+
+
+def test_hooks_between_the_halves_see_unscaled_gradients() -> None:
+    norms = []
+
+    class Hooked(Overflows):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms.append(float(jnp.abs(self._engine.grads["net"]["kernel"]).max()))
+
+    policy = MixedPrecision("16-mixed", scaler=GradScaler(init_scale=256.0))
+    pl.Trainer(max_epochs=1, plugins=policy, **QUIET).fit(Hooked(), Loader([np.ones((2, 4), np.float32)] * 2))
+    assert norms == [1.0, 1.0]
+
+
+def test_the_scale_grows_as_torchs() -> None:
+    torch = pytest.importorskip("torch")
+    theirs = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+    ours = GradScaler(init_scale=16.0, growth_interval=2)
+    state = ours.init()
+    rng = np.random.default_rng(0)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for _ in range(60):
+        finite = bool(rng.random() < 0.6)
+        parameter.grad = None
+        theirs.scale(parameter.sum() * (1.0 if finite else float("inf"))).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        state = ours.update(state, jnp.asarray(finite))
+        assert float(state.scale) == theirs.get_scale()
+        assert int(state.growth_tracker) == theirs.state_dict()["_growth_tracker"]
+
+
+def test_the_parts_of_a_scaled_update_work_by_themselves() -> None:
+    scaler = GradScaler(init_scale=8.0)
+    state = scaler.init()
+    params = jnp.array([1.0, 2.0])
+    grads = unscale(state, jax.grad(lambda p: scale_loss(state, (p**2).sum()))(params))
+    np.testing.assert_array_equal(grads, 2 * params)
+    kept, after = finish_update(scaler, state, grads, params - grads, params)
+    np.testing.assert_array_equal(kept, -params)
+    assert int(after.growth_tracker) == 1
+    kept, after = finish_update(scaler, state, grads * jnp.inf, params - grads, params)
+    np.testing.assert_array_equal(kept, params)
+    assert isinstance(after, ScalerState)
+    assert float(after.scale) == 4.0
+    assert finish_update(None, None, grads, 1, 2) == (1, None)
+
+
+# --- flags --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.catalogue("TF38", adaptation="a policy of dtypes in the compiled step; 16-mixed keeps float16 on a CPU")
+@pytest.mark.parametrize(
+    ("value", "name", "kind"),
+    [
+        (None, "32-true", Precision),
+        (32, "32-true", Precision),
+        ("32", "32-true", Precision),
+        ("32-true", "32-true", Precision),
+        (64, "64-true", DoublePrecision),
+        ("64-true", "64-true", DoublePrecision),
+        ("bf16-mixed", "bf16-mixed", MixedPrecision),
+        ("16-mixed", "16-mixed", MixedPrecision),
+        ("bf16-true", "bf16-true", HalfPrecision),
+        ("16-true", "16-true", HalfPrecision),
+    ],
+)
+def test_precision_flags(value: Any, name: str, kind: type) -> None:
+    trainer = pl.Trainer(precision=value, **QUIET)
+    assert trainer.precision == name
+    assert type(trainer.precision_plugin) is kind
+
+
+@pytest.mark.parametrize(("value", "name"), [(16, "16-mixed"), ("16", "16-mixed"), ("bf16", "bf16-mixed")])
+def test_old_names_warn(value: Any, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"precision={value}` is supported for historical reasons"):
+        assert pl.Trainer(precision=value, **QUIET).precision == name
+
+
+def test_own_policies_and_their_errors() -> None:
+    own = Precision(compute_dtype=jnp.bfloat16, output_dtype=jnp.float32, name="mine")
+    assert pl.Trainer(plugins=own, **QUIET).precision == "mine"
+    assert pl.Trainer(plugins=[own], **QUIET).precision_plugin is own
+    with pytest.raises(ValueError, match="Received both `precision=16-mixed` and `plugins="):
+        pl.Trainer(precision="16-mixed", plugins=own, **QUIET)
+    with pytest.raises(MisconfigurationException, match="multiple values for Precision"):
+        pl.Trainer(plugins=[own, own], **QUIET)
+    with pytest.raises(NotImplementedError, match="Transformer Engine"):
+        pl.Trainer(precision="transformer-engine", **QUIET)
+    with pytest.raises(ValueError, match="floating-point dtype"):
+        Precision(compute_dtype=jnp.int8)
+    with pytest.raises(ValueError, match="Precision must be '16-mixed' or 'bf16-mixed'"):
+        MixedPrecision("16-true")
+    with pytest.raises(ValueError, match="Precision must be '16-true' or 'bf16-true'"):
+        HalfPrecision("16-mixed")
+    with pytest.raises(MisconfigurationException, match="does not use a scaler"):
+        MixedPrecision("bf16-mixed", scaler=GradScaler())
+    with pytest.raises(TypeError, match="GradScaler"):
+        Precision(scaler=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="growth_factor"):
+        GradScaler(growth_factor=1.0)
+
+
+def test_an_own_policy_is_applied() -> None:
+    own = Precision(param_dtype=jnp.float16, compute_dtype=jnp.bfloat16, output_dtype=jnp.float32)
+    engine = make_engine(Classifier(LinenNet()), precision=own)
+    train(engine, batches(), 2)
+    assert dtypes(engine.params) == {"float16"}
+    assert operands(engine.compiled["train"].lower().as_text(), "stablehlo.dot_general") == {"bf16"}
