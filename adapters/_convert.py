@@ -61,6 +61,8 @@ class Converter:
             complex: self._scalar,
         }
         self._x64 = False
+        self._kept = _leaves.kept_dtypes(False)
+        self._copies = copy and not channels_last
 
     def __call__(self, batch: Any) -> Any:
         """Convert one batch.
@@ -76,11 +78,15 @@ class Converter:
             TypeError: If a leaf or container cannot be represented; the message names its path.
             OverflowError: If a 64-bit value does not fit and JAX's 64-bit mode is off.
         """
-        self._x64 = _leaves.x64_enabled()
+        self.refresh()
+        return self.again(batch)
+
+    def again(self, batch: Any) -> Any:
+        """Convert one batch in the 64-bit mode that `refresh` found: for the batches of one pass."""
         kind = type(batch)
-        if (kind is tuple or kind is list) and self.copy and not self.channels_last:
+        if self._copies and (kind is tuple or kind is list):
             # The commonest batch, arrays in a tuple or list, at a third of the general price.
-            kept, array = _leaves.kept_dtypes(self._x64), np.ndarray
+            kept, array = self._kept, np.ndarray
             copies = []
             for value in batch:
                 if type(value) is not array or value.dtype not in kept:
@@ -90,8 +96,9 @@ class Converter:
         return self.walk(batch, ())
 
     def refresh(self) -> None:
-        """Read JAX's 64-bit mode again, before `finish` and `walk` are used directly."""
+        """Read JAX's 64-bit mode again, before `again`, `finish` and `walk` are used directly."""
         self._x64 = _leaves.x64_enabled()
+        self._kept = _leaves.kept_dtypes(self._x64)
 
     def finish(self, value: Any, path: Path) -> Any:
         """Convert an array that is known to be fresh."""

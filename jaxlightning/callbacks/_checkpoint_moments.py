@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -96,6 +97,13 @@ class SaveMoments(Checkpoint):
             self._waits_for_metric = True
         else:
             self._save_both(trainer)
+
+    def quiet_batches(self, trainer: Trainer) -> tuple[float, float]:
+        """For how many batches, and until which `time.monotonic()`, no save within the epoch can be due."""
+        every, deadline = self._every_n_train_steps, math.inf
+        if self._train_time_interval is not None and self._last_time_checked is not None:
+            deadline = self._last_time_checked + self._train_time_interval.total_seconds()
+        return (every - trainer.global_step % every - 1 if every >= 1 else math.inf), deadline
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Save after an epoch, where validation does not come later."""

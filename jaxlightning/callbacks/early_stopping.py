@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Callable, Mapping
 from enum import IntEnum
@@ -150,6 +151,10 @@ class EarlyStopping(Callback):
         """Pass on a stop that waited for `min_steps`."""
         if self._stop_is_due:
             self._stop_when_allowed(trainer, epochs_done=trainer.current_epoch, announce=False)
+
+    def quiet_batches(self, trainer: Trainer) -> tuple[float, float]:
+        """For how many batches, and until which `time.monotonic()`, there is nothing to pass on."""
+        return (0 if self._stop_is_due else math.inf), math.inf
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Check, when this is the time for it, and pass on a stop that waited for `min_epochs`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,6 +104,10 @@ class LearningRateMonitor(Callback):
         """Log what is due with a step, when this step is logged."""
         if self.logging_interval != "epoch" and trainer._logger_connector.should_update_logs:
             self._log(trainer, "step")
+
+    def quiet_batches(self, trainer: Trainer) -> tuple[float, float]:
+        """For how many batches, and until which `time.monotonic()`, nothing is due: all but those of log points."""
+        return math.inf, math.inf
 
     def on_train_epoch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Log what is due with an epoch."""

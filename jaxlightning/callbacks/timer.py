@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from datetime import timedelta
@@ -123,6 +124,10 @@ class Timer(Callback):
             return
         self._wait_for_device(trainer)
         self._check_time_remaining(trainer)
+
+    def quiet_batches(self, trainer: Trainer) -> tuple[float, float]:
+        """For how many batches, and until which `time.monotonic()`, nobody has to look at the clock."""
+        return (math.inf if self._duration is None or self._interval != "step" else 0), math.inf
 
     def on_train_epoch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Look at the clock, with `interval="epoch"`."""

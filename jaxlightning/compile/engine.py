@@ -25,6 +25,7 @@ from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
 from jaxlightning.compile.packing import SlotTable, float_dtype
 from jaxlightning.compile.precision import Precision
+from jaxlightning.compile.repeated_step import RepeatedStep
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import CompiledStep, Variants
 from jaxlightning.optim._nonfinite import check_mode
@@ -283,6 +284,35 @@ class Engine(EngineLogs):
         if self._plain is not None and self._floats_of != _joined((1.0, 1.0, value or 0.0), self._hyper_lists):
             self._plain = None
         return out
+
+    def repeated_step(self, clip: tuple[float | None, str | None], want_outputs: bool) -> RepeatedStep | None:
+        """The step of the batch before, for batches between which the host changes nothing; None if there is none.
+
+        Args:
+            clip: As in `train_batch`.
+            want_outputs: As in `train_batch`.
+        """
+        variant = self._plain
+        if (
+            variant is None
+            or self._dirty
+            or self._nnx_exposed
+            or self.detect_anomaly
+            or self._plain_choice != (clip, want_outputs)
+            or variant.info.skipped
+            or variant.info.plan.states
+            or any(
+                handle.host_hyper() is not known
+                for handle, known in zip(self.binding.optimizers, self._hyper_lists, strict=True)
+            )
+        ):
+            return None
+        return RepeatedStep(self, variant)
+
+    def output_of(self, variant: CompiledStep, values: Any, states: Any, outputs: Any) -> StepOutput:
+        """What a call of a variant gave, as the loops take it."""
+        info = variant.info
+        return StepOutput(info.plan, values, states, info.skipped, info.outputs, outputs)
 
     def grad_step(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -32,10 +33,13 @@ class ExperimentWriter:
         self.log_dir = log_dir
         self.metrics: list[dict[str, Any]] = []
         self.metrics_keys: list[str] = []
+        self._known_keys: set[str] = set()
         self.hparams: dict[str, Any] = {}
         self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
+        self._descriptor: int | None = None
         if keep:
             self.metrics_keys = self._header()
+            self._known_keys.update(self.metrics_keys)
         elif os.path.isdir(log_dir) and os.listdir(log_dir):
             rank_zero_warn(
                 f"Experiment logs directory {log_dir} exists and is not empty. The metrics of an earlier run in it are "
@@ -63,17 +67,33 @@ class ExperimentWriter:
         """Write the rows that wait; the header is written anew when they bring new columns."""
         if not self.metrics:
             return
-        new = {name for row in self.metrics for name in row}.difference(self.metrics_keys)
-        self.metrics_keys = sorted(new.union(self.metrics_keys))
-        exists = os.path.isfile(self.metrics_file_path)
-        if new and exists:
-            self._write(self._rows())
-        with open(self.metrics_file_path, "a" if exists else "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.metrics_keys)
-            if not exists:
-                writer.writeheader()
-            writer.writerows(self.metrics)
+        known = self.metrics_keys
+        if any(row.keys() - self._known_keys for row in self.metrics):
+            self.close()
+            known = self.metrics_keys = sorted({name for row in self.metrics for name in row}.union(known))
+            self._known_keys = set(known)
+            if os.path.isfile(self.metrics_file_path):
+                self._write(self._rows())
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        if self._descriptor is None:
+            # Kept open: to open it again for every row would cost more than to write the row.
+            self._descriptor = os.open(self.metrics_file_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            if os.fstat(self._descriptor).st_size == 0:
+                writer.writerow(known)
+        writer.writerows([[row.get(name, "") for name in known] for row in self.metrics])
+        _write_all(self._descriptor, text.getvalue().encode("utf-8"))
         self.metrics = []
+
+    def close(self) -> None:
+        """Close the file; the next `save` opens it again."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", None) is not None:
+            self.close()
 
     def cut(self, step: int) -> None:
         """Drop the rows of an interrupted run that a resumed run will write again.
@@ -108,12 +128,18 @@ class ExperimentWriter:
 
     def _write(self, rows: list[dict[str, str]]) -> None:
         # Beside the file and then over it: a run killed here keeps what it had.
+        self.close()
         fresh = f"{self.metrics_file_path}.new"
         with open(fresh, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.metrics_keys)
             writer.writeheader()
             writer.writerows(rows)
         os.replace(fresh, self.metrics_file_path)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _number(text: str | None) -> float:
@@ -220,6 +246,7 @@ class CSVLogger(Logger):
         """
         if self._experiment is not None:
             self.save()
+            self._experiment.close()
 
     @rank_zero_only
     def resume(self, step: int | None = None) -> None:
@@ -236,4 +263,5 @@ class CSVLogger(Logger):
         # A copy goes on in the same file: what waits is written, and the copy keeps what is there.
         if self._experiment is not None:
             self._experiment.save()
+            self._experiment.close()
         return {**self.__dict__, "_experiment": None, "_resuming": self._resuming or self._experiment is not None}

@@ -15,6 +15,7 @@ from jaxlightning.loops.evaluation_loop import EvaluationLoop
 from jaxlightning.loops.lr_schedulers import update_lr_schedulers
 from jaxlightning.loops.optimizer_step import SplitStep, needs_split
 from jaxlightning.loops.progress import BatchProgress, OptimizationProgress, Progress, ReadyCompleted
+from jaxlightning.loops.quiet_batches import NOTHING, QuietBatches
 from jaxlightning.loops.stream import END, BatchStream
 from jaxlightning.loops.validation_schedule import due_at_early_end, simple_interval, validation_due
 from jaxlightning.utilities.exceptions import MisconfigurationException
@@ -177,6 +178,8 @@ class TrainingEpochLoop(Loop):
         update_metrics, every_batch = connector.update_train_step_metrics, bool(trainer.fast_dev_run)
         # Entered anew after each validation; between two batches of one epoch nobody else takes its place.
         results = None
+        quiet = QuietBatches.of(self, stream, clip)
+        pending: Any = NOTHING
         # The name that `self.log` sees; hooks change it and put it back. See `call._enter` for the way it is written.
         space = vars(module)
         space["_current_fx_name"] = "training_step"
@@ -189,8 +192,12 @@ class TrainingEpochLoop(Loop):
                 break
             if signals.pending:
                 signals.check()
+            if quiet is not None and results is not None and not queue._waiting and (room := quiet.room()) > 0:
+                pending = quiet.run(room, results)
+                if pending is NOTHING and (trainer.should_stop or signals.pending):
+                    continue
             if sized:
-                batch = fetch()
+                batch, pending = (fetch() if pending is NOTHING else pending), NOTHING
                 if batch is END:
                     self._on_early_end(val_epoch)
                     break

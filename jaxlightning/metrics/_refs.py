@@ -25,8 +25,10 @@ class Snapshot:
 
     def start_fetch(self) -> None:
         """Begin the copy to the host without waiting for it."""
-        if self.host is None and hasattr(self._array, "copy_to_host_async"):
-            self._array.copy_to_host_async()
+        array = self._array
+        # On a CPU there is nothing to copy, and the call alone costs as much as a whole step of a small model.
+        if self.host is None and hasattr(array, "copy_to_host_async") and not _on_cpu(array):
+            array.copy_to_host_async()
 
     def array(self) -> Any:
         """The device array; only before `deliver`."""
@@ -53,6 +55,11 @@ class Ref:
         if host is None:
             raise RuntimeError("A logged value was read before it was fetched from the device; this is a defect.")
         return host[()] if self.index is None else host[self.index]
+
+
+def _on_cpu(array: Any) -> bool:
+    device = getattr(array, "device", None)  # of a sharded array its sharding
+    return getattr(device, "platform", None) == "cpu"
 
 
 def fetch(snapshots: Iterable[Snapshot]) -> None:

@@ -108,6 +108,19 @@ class ResultCollection:
         if out.plan.states:
             self._take_states(out)
 
+    def on_step_outputs(self, batch: Any, out: StepValues, count: int) -> None:
+        """Take the output of the last of several like steps, between which nobody read a value.
+
+        Args:
+            batch: The last batch.
+            out: What its step gave.
+            count: Number of steps.
+        """
+        self.start_batch(batch, None)
+        self.first_batch = False
+        self._steps += count - 1
+        self.on_step_output(out)
+
     def _take_states(self, out: StepValues) -> None:
         for meta, value in absorb_states(out.plan.states, out.states):
             entry = self._entries[storage_key(meta)]

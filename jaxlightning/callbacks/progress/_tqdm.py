@@ -57,11 +57,29 @@ def tqdm_class() -> type[Any]:
         """A tqdm bar that can be hidden, and that writes plain lines where nothing can be redrawn."""
 
         monitor_interval = 0  # no thread: the loop itself draws
+        _metrics: dict[str, Any] | None = None
+        _postfix: str | None = None
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.hidden = False
             self.plain = not kwargs.get("disable", False) and is_plain_output(kwargs.get("file") or sys.stderr)
             super().__init__(*args, **kwargs)
+
+        def show_metrics(self, metrics: dict[str, Any]) -> None:
+            """Take new metrics; they become text when somebody looks, which is far less often than they change."""
+            self._metrics = metrics
+
+        @property
+        def postfix(self) -> str | None:
+            """The text behind the bar."""
+            metrics, self._metrics = self._metrics, None
+            if metrics is not None:
+                self.set_postfix(metrics, refresh=False)
+            return self._postfix
+
+        @postfix.setter
+        def postfix(self, value: str | None) -> None:
+            self._metrics, self._postfix = None, value
 
         @staticmethod
         def format_num(n: float | str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 import os
 import sys
 import time
@@ -235,7 +236,17 @@ class TQDMProgressBar(ProgressBar):
         if self._advance(bar, batch_idx + 1):
             metrics = self._changed_metrics(trainer, pl_module)
             if metrics is not None:
-                bar.set_postfix(metrics, refresh=False)
+                if hasattr(bar, "show_metrics"):
+                    bar.show_metrics(metrics)
+                else:  # a bar that the user made
+                    bar.set_postfix(metrics, refresh=False)
+
+    def quiet_batches(self, trainer: Trainer) -> tuple[float, float]:
+        """For how many batches, and until which `time.monotonic()`, the bar has nothing to draw."""
+        bar = self._train_progress_bar
+        if bar is None or bar.disable:
+            return math.inf, math.inf
+        return math.inf, self._next_draw
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Show the epoch's metrics."""
