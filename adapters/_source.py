@@ -65,6 +65,9 @@ class BatchIterator(Iterator[Any]):
     ) -> None:
         self._source = source
         self._raw: Iterator[Any] | None = raw
+        if isinstance(convert, Converter):
+            convert.refresh()  # JAX's 64-bit mode does not change within a pass
+            convert = convert.again
         self._convert = convert
         self._on_close = on_close
 

@@ -37,7 +37,7 @@ class RepeatedStep:
         for kind in (tuple, list):
             if variant.treedef == jax.tree_util.tree_structure(kind([0] * variant.treedef.num_leaves)):
                 self._flat = kind
-        self._last: tuple[Any, Any, Any] = (None, (), ())
+        self._last: tuple[Any, ...] = ()
 
     @property
     def still_valid(self) -> bool:
@@ -73,10 +73,11 @@ class RepeatedStep:
                 return False
         engine = self._engine
         try:
-            engine._leaves, values, _, outputs, _ = self._call(engine._leaves, leaves, integers, self._floats)
+            result = self._call(engine._leaves, leaves, integers, self._floats)
         except TypeError:  # another shape or kind of leaf; the compiled call checks before it consumes anything
             return False
-        self._last = values, (), outputs
+        engine._leaves = result[0]
+        self._last = result
         return True
 
     def finish(self, count: int) -> StepOutput:
@@ -85,4 +86,6 @@ class RepeatedStep:
         engine._nnx_stale = True
         for handle in engine.binding.optimizers:
             handle.updates += count
-        return engine.output_of(self._variant, *self._last)
+        _, values, states, outputs, *_ = self._last
+        self._last = ()
+        return engine.output_of(self._variant, values, states, outputs)
