@@ -18,6 +18,7 @@ import optax
 from jaxlightning.compile import packing, precision
 from jaxlightning.compile.attributes import TracedAttributes
 from jaxlightning.compile.guarded_update import device_logs, guarded_update
+from jaxlightning.compile.host_attributes import HostAttributes
 from jaxlightning.compile.paths import merge, select
 from jaxlightning.compile.replay import HostEffects
 from jaxlightning.compile.run_step import OutputTree, StepInfo, is_array, run_user_step, step_key
@@ -154,6 +155,7 @@ def gradients(
         trace = Trace(
             kind="train", key=step_key(seed, scalars.micro_step, "train"), scalars=scalars,
             params=dict(full), variables=dict(variables), silent=silent, attributes=_carried(binding, attributes),
+            numbers=_numbers(info, silent),
         )  # fmt: skip
         return run_user_step(binding, trace, batch, info if record else None, strict=strict), trace
 
@@ -212,6 +214,10 @@ def gradients(
 
 def _carried(binding: Binding, attributes: dict[str, Any]) -> TracedAttributes | None:
     return TracedAttributes(attributes) if binding.jit else None
+
+
+def _numbers(info: StepInfo, silent: bool) -> HostAttributes | None:
+    return None if info.host is None else HostAttributes(info.host, silent=silent)
 
 
 def _values(trace: Trace) -> dict[str, Any]:
@@ -393,6 +399,7 @@ def eval_step(
     trace = Trace(
         kind=options.stage, key=step_key(seed, scalars.micro_step, options.stage), scalars=scalars,
         params=dict(params), variables=dict(variables), attributes=_carried(binding, attributes),
+        numbers=_numbers(info, False),
     )  # fmt: skip
     result = run_user_step(binding, trace, binding.precision.convert_input(batch), info, strict=binding.jit)
     info.stage_read = trace.stage_read

@@ -94,13 +94,23 @@ class ReadRecorder:
         if key not in self.reads:
             self.reads[key] = (module, snapshot_value(value))
 
-    def changed(self) -> list[str]:
-        """Names whose present value differs from the one that was read."""
-        return [
-            name
-            for (_, name), (module, old) in self.reads.items()
-            if not same_value(old, _plain_attribute(module, name))
-        ]
+    def record_missing(self, module: Any, name: str) -> None:
+        """Remembers that there was no such attribute."""
+        self.record(module, name, _MISSING)
+
+    def held(self, module: Any, name: str, default: Any = None) -> Any:
+        """What an attribute held when it was read as a constant, `default` when it was not."""
+        found = self.reads.get((id(module), name))
+        return default if found is None or found[1] is _MISSING else found[1]
+
+    def changed(self) -> list[tuple[Any, str, Any, Any]]:
+        """Attributes whose present value differs from the one that was read: module, name, old and new value."""
+        found = []
+        for (_, name), (module, old) in self.reads.items():
+            new = _plain_attribute(module, name)
+            if not same_value(old, new):
+                found.append((module, name, old, new))
+        return found
 
 
 _MISSING = object()
@@ -137,20 +147,27 @@ class OwnerTracer:
 
     def read(self, name: str, value: Any) -> Any:
         """What the step sees of an attribute that holds `value`."""
-        if self.trace.numbers is not None and is_number(value):
-            return self.trace.numbers.read(self.prefix, name, value)
+        if self.trace.numbers is not None and is_simple(value):
+            return self.trace.numbers.read(self, name, value)
         self.recorder.record(self.owner, name, value)
         return value
 
+    def present(self, name: str) -> bool:
+        """Whether the owner has such an attribute now."""
+        return _plain_attribute(self.owner, name) is not _MISSING
+
     def missing(self, name: str) -> None:
         """The step asked for an attribute that there is not."""
-        self.recorder.record(self.owner, name, _MISSING)
+        if self.trace.numbers is not None:
+            self.trace.numbers.missing(self, name)
+        else:
+            self.recorder.record(self.owner, name, _MISSING)
 
     def write(self, name: str, value: Any) -> None:
         """The step is about to set an attribute."""
         self.lines[name] = user_line()
         self.settled.discard(name)
-        if self.trace.numbers is not None and is_number(value) and self.trace.numbers.write(self.prefix, name, value):
+        if self.trace.numbers is not None and is_number(value) and self.trace.numbers.write(self, name, value):
             self.settled.add(name)
 
     def delete(self, name: str) -> None:
@@ -162,6 +179,11 @@ class OwnerTracer:
 def is_number(value: Any) -> bool:
     """Whether a value is a number of Python's, or one that stands for it in a step."""
     return type(value) in (int, float, bool) or type(value).__name__ == "HostNumber"
+
+
+def is_simple(value: Any) -> bool:
+    """Whether a value is immutable, and cheap to compare."""
+    return value is None or type(value) in (str, bytes) or is_number(value)
 
 
 _tracing_classes: dict[type, type] = {}

@@ -8,8 +8,6 @@ writes are done after each step.
 from __future__ import annotations
 
 import operator
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,34 +19,37 @@ from jaxlightning.compile.guards import Guard
 from jaxlightning.compile.host_proxy import AVAILABLE, HostNumber, plain_value, weak
 from jaxlightning.compile.host_values import BASE, Expression, HostEnvironment, apply, leaf
 from jaxlightning.compile.trace import RetraceError, Scalars
+from jaxlightning.compile.user_code import user_line
 
-__all__ = ["HostFacts", "HostInputs", "Room", "user_line"]
-
-_OWN = ("jaxlightning", "jax", "jaxlib", "flax", "optax", "contextlib", "functools")
-
-
-def user_line(depth: int = 1) -> str:
-    """The innermost line of the call stack that belongs to the user, as `"file.py:31"`; empty when there is none."""
-    frame = sys._getframe(depth)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] not in _OWN:
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
-
+__all__ = ["HostFacts", "HostInputs", "Room"]
 
 class HostFacts:
     """What an engine has learnt about numbers of the host.
 
     Attributes:
         sources: How to read each number by name outside a step.
-        numbers: Names of attributes that steps write (`"written"`) or that host code was seen to change (`"changed"`).
+        numbers: Attributes that steps write (`"written"`; `"made"` when there was none before) or that host code was
+            seen to change (`"changed"`), by name: `"self.count"`.
+        fresh: What was learnt since the engine looked last: module and attribute. A variant that took such an attribute
+            for a constant is out of date.
     """
 
     def __init__(self) -> None:
         self.sources: dict[str, Callable[[], Any]] = {}
         self.numbers: dict[str, str] = {}
+        self.fresh: list[tuple[Any, str]] = []
+
+    def learn(self, key: str, why: str, owner: Any, name: str) -> None:
+        """Takes note of a number of the host.
+
+        Args:
+            key: Its name from the module: `"self.child.count"`.
+            why: `"written"`, `"made"` or `"changed"`.
+            owner: The module whose attribute it is.
+            name: The attribute.
+        """
+        self.numbers[key] = why
+        self.fresh.append((owner, name))
 
 
 class Room:
@@ -197,7 +198,7 @@ class HostInputs:
             if pins:
                 self._pinned.add(number.text)
             if text not in self.guards:
-                self.guards[text] = Guard(apply(text, function, number), outcome, user_line(2))
+                self.guards[text] = Guard(apply(text, function, number), outcome, user_line())
         return outcome
 
     def traced(self, expression: Expression, known: Any) -> Any:

@@ -20,6 +20,7 @@ from jaxlightning.compile.log_plan import LogMeta
 if TYPE_CHECKING:
     from jaxlightning.compile.attributes import TracedAttributes
     from jaxlightning.compile.facts import EffectFacts
+    from jaxlightning.compile.host_attributes import HostAttributes
     from jaxlightning.compile.replay import Replay
 
 __all__ = ["LogEntry", "RetraceError", "Scalars", "Trace", "activate", "current_trace", "note_stage_read"]
@@ -106,6 +107,7 @@ class Trace:
         attributes: Arrays and containers on the module that the step reads and writes; None where they are plain
             attributes (`jit=False`).
         replays: Calls and changes that are repeated on the host after each step, in order.
+        numbers: Numbers on the module that the step reads and writes; None where they are plain attributes.
         numbers: Numbers on the module that follow the host: `read(prefix, name, value)` gives what the step sees,
             `write(prefix, name, value)` says whether it takes care of the write. None: they are constants.
         mask: Which rows of the batch are real, bool of shape [rows]; None when batches are not padded.
@@ -134,6 +136,7 @@ class Trace:
     rng_calls: int = 0
     attributes: TracedAttributes | None = None
     replays: list[Replay] = field(default_factory=list)
+    numbers: HostAttributes | None = None
     numbers: Any = None
 
     def add_log(self, meta: LogMeta, value: Any, weight: Any = None) -> None:

@@ -16,6 +16,7 @@ from jaxlightning.compile import batch as batches
 from jaxlightning.compile import core
 from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.guarded_update import guarded_update
+from jaxlightning.compile.effects import is_simple
 from jaxlightning.compile.guards import VariantGroup
 from jaxlightning.compile.host_inputs import HostInputs, Room
 from jaxlightning.compile.host_proxy import weak
@@ -148,22 +149,45 @@ class Variants:
         self._cache = {key: v for key, v in self._cache.items() if keep_evaluation and key[0] == "eval"}
         self._rooms = {key: room for key, room in self._rooms.items() if key in self._cache}
 
-    def drop_changed(self) -> bool:
+    def drop_changed(self, engine: Engine) -> bool:
         """Drops variants that read an attribute which has another value now; says which.
 
         Returns:
             Whether any was dropped.
         """
-        dropped: dict[str, str] = {}
+        dropped: dict[str, dict[str, None]] = {}
+        prefixes = {id(owner): prefix for prefix, owner in engine.binding.owners.items()}
+        facts = engine.effect_facts.host
         for group in self._cache.values():
             for variant in group.variants():
                 changed = variant.info.reads.changed()
+                for owner, name, old, new in changed:
+                    key = f"self.{prefixes.get(id(owner), '')}{name}"
+                    dropped.setdefault(variant.kind, {})[key] = None
+                    if is_simple(old) and is_simple(new):
+                        # From now on it is looked at before each step; another change compiles nothing, or once for
+                        # each value where Python decides by it.
+                        facts.numbers.setdefault(key, "changed")
                 if changed:
-                    dropped[variant.kind] = ", ".join(f"self.{name}" for name in changed)
                     group.remove(lambda other, gone=variant: other is gone)  # type: ignore[misc]
         for kind, names in dropped.items():
-            _log.info("%s: %s changed, so the %s step is compiled again.", self.owner, names, kind)
+            _log.info("%s: %s changed, so the %s step is compiled again.", self.owner, ", ".join(names), kind)
         return bool(dropped)
+
+    def drop_readers(self, fresh: list[tuple[Any, str]]) -> bool:
+        """Drops variants that took attributes for constants which follow the host after all.
+
+        Args:
+            fresh: Module and attribute; emptied.
+
+        Returns:
+            Whether there was anything to look at.
+        """
+        keys = {(id(owner), name) for owner, name in fresh}
+        fresh.clear()
+        for group in self._cache.values():
+            group.remove(lambda variant: not keys.isdisjoint(variant.info.reads.reads))
+        return bool(keys)
 
     # --- the three kinds ----------------------------------------------------------------------------------------
 
@@ -301,6 +325,8 @@ class Variants:
                         "whenever it is traced."
                     ) from None
                 error.learn(engine.effect_facts)
+                if self.drop_readers(engine.effect_facts.host.fresh):
+                    engine.modes_changed()
 
     def _make(
         self, key: Any, kind: str, build: Callable[[StepInfo], Callable[..., Any]], args: Callable[[], tuple[Any, ...]],
