@@ -17,6 +17,7 @@ import optax
 
 from jaxlightning.compile import packing, precision
 from jaxlightning.compile.attributes import TracedAttributes
+from jaxlightning.compile.effects import SideEffects, as_it_was
 from jaxlightning.compile.guarded_update import device_logs, guarded_update
 from jaxlightning.compile.host_attributes import HostAttributes
 from jaxlightning.compile.paths import merge, select
@@ -159,8 +160,12 @@ def gradients(
         )  # fmt: skip
         return run_user_step(binding, trace, batch, info if record else None, strict=strict), trace
 
+    # Run eagerly, the step's own writes are there before it is run again for gradients.
+    start = [] if strict else [SideEffects(owner, "training_step") for owner in binding.owners.values()]
+
     def loss_fn(train_params: Any, silent: bool = False, record: bool = True) -> tuple[Any, Any]:
-        result, trace = run(train_params, silent, record)
+        with as_it_was(start if silent else []):
+            result, trace = run(train_params, silent, record)
         loss, extras = _normalise_loss(result, where)
         if not silent:
             metas[:] = trace.logs

@@ -7,6 +7,8 @@ again; a step that writes is refused with the names of what it wrote.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,6 +24,7 @@ __all__ = [
     "OwnerTracer",
     "ReadRecorder",
     "SideEffects",
+    "as_it_was",
     "refuse_writes",
     "same_value",
     "snapshot_value",
@@ -285,6 +288,23 @@ class SideEffects:
                     written.append(f"{name} (a {type(container).__name__} changed in place)")
                     _refill(container, contents)
         return [self.prefix + name for name in written]
+
+
+@contextmanager
+def as_it_was(moments: list[SideEffects]) -> Iterator[None]:
+    """Gives modules the attributes that they had at an earlier moment, for the length of a `with` block.
+
+    Args:
+        moments: One for each module, made at that moment.
+    """
+    now = [SideEffects(moment.module, moment.fx, moment.prefix) for moment in moments]
+    for moment in moments:
+        moment.restore()
+    try:
+        yield
+    finally:
+        for moment in now:
+            moment.restore()
 
 
 def refuse_writes(written: list[str], where: str) -> None:

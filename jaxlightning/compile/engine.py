@@ -160,7 +160,7 @@ class Engine(EngineLogs):
         self._dirty = False
         if self._nnx_exposed:
             self._adopt_nnx()
-        if self.variants.drop_changed(self):
+        if self.jit and self.variants.drop_changed(self):
             self._plain = None
             self._hot.clear()
             self._hot_eval.clear()

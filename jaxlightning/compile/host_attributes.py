@@ -96,7 +96,8 @@ class HostAttributes:
         trace = current_trace()
         if trace is not None and not self.silent:
             trace.require_own_level(
-                f"The assignment of `{key}` at {user_line()}", "return the number from the function and assign it outside"
+                f"The assignment of `{key}` at {user_line()}",
+                "return the number from the function and assign it outside",
             )
         before = owner.recorder.held(owner.owner, name, _MISSING)
         if before is not _MISSING and type(before) not in _NUMBERS:
@@ -106,9 +107,7 @@ class HostAttributes:
         if facts.numbers.get(key) not in ("made", "written"):
             owned = owner.owner
             raise RetraceError(f"the number `{key}`", lambda all_facts: all_facts.host.learn(key, why, owned, name))
-        expression = (
-            value._expression if isinstance(value, HostNumber) else Expression(repr(value), lambda env: value)
-        )
+        expression = value._expression if isinstance(value, HostNumber) else Expression(repr(value), lambda env: value)
         self._register(key, owner, name)
         self._written.add(key)
         if not self.silent:
@@ -130,8 +129,8 @@ class HostAttributes:
         what = "flag" if isinstance(before, bool) else type(before).__name__
         return (
             f"The step reads `{key}` (a {what}: {before!r:.60}) and changes it to {_shown(value)} at {user_line()}. The "
-            "step is compiled, and inside it only numbers and arrays can be read and changed: use a number (0 and 1 for "
-            "a flag), an array with `jnp.where`, or change the attribute in a hook such as `on_train_batch_end`."
+            "step is compiled, and inside it only numbers and arrays can be read and changed: use a number (0 and 1 "
+            "for a flag), an array with `jnp.where`, or change the attribute in a hook such as `on_train_batch_end`."
         )
 
 

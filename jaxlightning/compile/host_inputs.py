@@ -23,6 +23,7 @@ from jaxlightning.compile.user_code import user_line
 
 __all__ = ["HostFacts", "HostInputs", "Room"]
 
+
 class HostFacts:
     """What an engine has learnt about numbers of the host.
 

@@ -137,7 +137,6 @@ class Trace:
     attributes: TracedAttributes | None = None
     replays: list[Replay] = field(default_factory=list)
     numbers: HostAttributes | None = None
-    numbers: Any = None
 
     def add_log(self, meta: LogMeta, value: Any, weight: Any = None) -> None:
         """Records one call of `self.log`; `value` is a 0-d array or number, `weight` None means one."""

@@ -15,8 +15,8 @@ import numpy as np
 from jaxlightning.compile import batch as batches
 from jaxlightning.compile import core
 from jaxlightning.compile.core import EvalOptions, TrainOptions
-from jaxlightning.compile.guarded_update import guarded_update
 from jaxlightning.compile.effects import is_simple
+from jaxlightning.compile.guarded_update import guarded_update
 from jaxlightning.compile.guards import VariantGroup
 from jaxlightning.compile.host_inputs import HostInputs, Room
 from jaxlightning.compile.host_proxy import weak
