@@ -108,8 +108,6 @@ class Trace:
             attributes (`jit=False`).
         replays: Calls and changes that are repeated on the host after each step, in order.
         numbers: Numbers on the module that the step reads and writes; None where they are plain attributes.
-        numbers: Numbers on the module that follow the host: `read(prefix, name, value)` gives what the step sees,
-            `write(prefix, name, value)` says whether it takes care of the write. None: they are constants.
         mask: Which rows of the batch are real, bool of shape [rows]; None when batches are not padded.
         mask_read: Whether the step looked at the mask.
         unmasked: Metric objects that were given something else than rows of the batch.
