@@ -129,7 +129,7 @@ class HostAttributes:
         what = "flag" if isinstance(before, bool) else type(before).__name__
         return (
             f"The step reads `{key}` (a {what}: {before!r:.60}) and changes it to {_shown(value)} at {user_line()}. "
-            "The step is compiled, and inside it only numbers and arrays can be read and changed: use a number (0 and 1 "
+            "The step is compiled, and inside it only numbers and arrays can be read and changed: use a number (0, 1 "
             "for a flag), an array with `jnp.where`, or change the attribute in a hook such as `on_train_batch_end`."
         )
 
