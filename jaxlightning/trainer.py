@@ -109,6 +109,8 @@ class Trainer(TrainerVerbs, TrainerProperties):
             loader's batch size, a number for that many rows. Steps get a mask, `self.batch_mask`.
         log_compiles: Report every compilation at INFO.
         seed: Seed of parameters and random keys; that of `seed_everything` by default, else 0.
+        auto_resume: Let the first `fit` without `ckpt_path` continue the newest checkpoint below `default_root_dir`
+            that is complete, in the loggers' directories of that run. Give every run a root directory of its own.
 
     Attributes:
         state: Status, verb and stage of the run; also `params`, `opt_state`, `variables` and `step`.
@@ -174,6 +176,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         pad_batches: bool | int = False,
         log_compiles: bool = False,
         seed: int | None = None,
+        auto_resume: bool = False,
     ) -> None:
         flags = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.barebones = barebones
@@ -190,6 +193,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         self._jit, self.channels_last, self._log_compiles = jit, channels_last, log_compiles
         self._seed_flag = seed
         self._vectorize, self._pad_batches = check_vectorize(vectorize), check_pad_batches(pad_batches)
+        self.auto_resume = bool(auto_resume)
         self._module: Any = None
         self._engine: Any = None
         self._optimizers: list[Any] = []

@@ -81,7 +81,11 @@ def _run(trainer: Trainer, model: Any, ckpt_path: Any, weights_only: bool | None
         log_hyperparams(trainer)
     trainer._checkpoint_connector.restore_training_state()
     if resumes:
-        resume_loggers(trainer.loggers, trainer.fit_loop.epoch_loop._batches_that_stepped)
+        connector = trainer._checkpoint_connector
+        same = resume_loggers(
+            trainer.loggers, trainer.fit_loop.epoch_loop.next_axis_value, connector.logger_positions
+        )
+        connector.continues_records = same or connector.auto_resumed
     trainer._checkpoint_connector.resume_end()
     trainer._signal_connector.register()
     results = _run_stage(trainer)
@@ -219,7 +223,8 @@ def _run_stage(trainer: Trainer) -> Any:
         return trainer._evaluation_loop.run()
     if trainer.predicting:
         return trainer.predict_loop.run()
-    with isolate_rng():
+    with isolate_rng() as states:
+        trainer._checkpoint_connector.streams_before_evaluation = states
         run_sanity_check(trainer)
     trainer._checkpoint_connector.restore_metrics()
     trainer.fit_loop.run()

@@ -134,7 +134,8 @@ class ModelCheckpoint(SaveMoments):
                 f"`dirpath={self.dirpath}`."
             )
         if trainer.is_global_zero and stage == "fit":
-            if self.save_top_k != 0 and os.path.isdir(self.dirpath) and os.listdir(self.dirpath):
+            own = trainer._checkpoint_connector.auto_resumed
+            if self.save_top_k != 0 and not own and os.path.isdir(self.dirpath) and os.listdir(self.dirpath):
                 rank_zero_warn(f"Checkpoint directory {self.dirpath} exists and is not empty.")
             if self.mode == "min" and self.monitor is not None and _looks_like_a_score(self.monitor):
                 rank_zero_warn(
@@ -341,7 +342,9 @@ class ModelCheckpoint(SaveMoments):
         """Delete an old checkpoint, unless it is the new one, lies elsewhere, or is the one that the run resumed."""
         if previous == current or self.dirpath is None or not is_inside(previous, self.dirpath):
             return
-        resumed = trainer.ckpt_path
+        # A file that the user named is kept; one that `auto_resume` found is this run's own, and goes when its time has
+        # come, as if nothing had happened.
+        resumed = None if trainer._checkpoint_connector.auto_resumed else trainer.ckpt_path
         if resumed is not None and os.path.realpath(previous) == os.path.realpath(resumed):
             return
         trainer._checkpoint_connector.remove_checkpoint(previous, within=self.dirpath)

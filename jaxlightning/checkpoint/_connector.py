@@ -11,10 +11,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.checkpoint import _contents, _host_rng, _io, _resolve, _running
+from jaxlightning.checkpoint._discover import open_newest
 from jaxlightning.checkpoint._gather import DATAMODULE_KEYS, MODULE_KEYS, gather
 from jaxlightning.checkpoint._layout import is_remote
 from jaxlightning.checkpoint._weights import load_dictionary, load_weights_into
 from jaxlightning.checkpoint._writer import CheckpointWriter
+from jaxlightning.loggers import adopt_versions
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from jaxlightning.utilities.serialization import describe
@@ -43,11 +45,17 @@ class CheckpointConnector:
         self.writer = CheckpointWriter(background=background)
         self._ckpt_path: str | os.PathLike[str] | None = None
         self._user_managed = False
+        self._opened: _io.StoredCheckpoint | None = None  # what `auto_resume` found and read
+        self.auto_resumed = False
+        #: Whether the loggers go on in the records of the run that is continued, so that they get every row of it.
+        self.continues_records = False
         self._loaded: dict[str, Any] = {}
         self._metrics: dict[str, Any] | None = None
         self._places: dict[str, _contents.Place] = {}
         self._stored: _io.StoredCheckpoint | None = None
         self._warnings = WarningCache()
+        #: The host's random streams before the sanity check or validation that runs; see `_gather`.
+        self.streams_before_evaluation: dict[str, Any] | None = None
         self._training = False  # between the end of restoring and the end of `fit`: saves may go on in the background
 
     # --- which checkpoint -----------------------------------------------------------------------------------------
@@ -80,6 +88,11 @@ class CheckpointConnector:
             ValueError: A keyword names nothing.
         """
         self.writer.wait()
+        self._opened, self.auto_resumed, self.continues_records = None, False, False
+        if ckpt_path is None and not self._user_managed and str(getattr(fn, "value", fn)) == "fit":
+            found = self._find_interrupted_run()
+            if found is not None:
+                return found
         if self._user_managed:
             if not ckpt_path:
                 return self._ckpt_path
@@ -95,6 +108,20 @@ class CheckpointConnector:
             model_provided=model_provided,
             model_connected=model_connected,
         )
+
+    def _find_interrupted_run(self) -> str | None:
+        """With `auto_resume`: the checkpoint from which this process continues what an earlier one began."""
+        trainer = self.trainer
+        begun = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0  # a second `fit` goes on from memory
+        if not trainer.auto_resume or trainer.fast_dev_run or begun:
+            return None
+        self._opened = open_newest(trainer.default_root_dir, clean=trainer.is_global_zero)
+        if self._opened is None:
+            rank_zero_info("`Trainer(auto_resume=True)` found no checkpoint in %s.", trainer.default_root_dir)
+            return None
+        self.auto_resumed = True
+        adopt_versions(trainer.loggers, (self._opened.body().get("metrics") or {}).get("loggers") or [])
+        return str(self._opened.path)
 
     # --- gather -----------------------------------------------------------------------------------------------------
 
@@ -197,7 +224,8 @@ class CheckpointConnector:
         if is_remote(checkpoint_path):
             raise NotImplementedError(f"Loading from remote storage is not built yet (got {checkpoint_path!r}).")
         rank_zero_info("Restoring states from the checkpoint path at %s", checkpoint_path)
-        self._stored = _io.StoredCheckpoint(checkpoint_path)
+        opened, self._opened = self._opened, None
+        self._stored = opened if opened is not None else _io.StoredCheckpoint(checkpoint_path)
         self._loaded = load_dictionary(self._stored, training_state=self._is_fit())
 
     def restore_modules_and_callbacks(
@@ -271,7 +299,14 @@ class CheckpointConnector:
         if self._is_fit():
             self.restore_optimizers_and_schedulers()
             self._metrics = self._loaded.get("metrics")
+            if self.auto_resumed and self.trainer.fit_loop.was_stopping:
+                self.trainer.should_stop = True
             self._restore_rng()
+
+    @property
+    def logger_positions(self) -> Any:
+        """How far each logger had come when the loaded checkpoint was written."""
+        return (self._loaded.get("metrics") or {}).get("loggers")
 
     def restore_loops(self) -> None:
         """Bring the counters of the running verb's loop back."""

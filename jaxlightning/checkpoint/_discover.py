@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxlightning.checkpoint import _layout
+from jaxlightning.checkpoint import _io, _layout
 from jaxlightning.checkpoint._errors import CheckpointError
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
@@ -26,9 +26,33 @@ def newest_checkpoint(root: str | os.PathLike[str], *, clean: bool = True) -> st
     Returns:
         Its path, or None.
     """
-    base = Path(root)
+    return next((str(path) for path in _newest_first(Path(root), clean=clean)), None)
+
+
+def open_newest(root: str | os.PathLike[str], *, clean: bool = True) -> _io.StoredCheckpoint | None:
+    """Return the newest checkpoint below a directory, read as a whole: every array has its check sum.
+
+    Args:
+        root: As for `newest_checkpoint`.
+        clean: As for `newest_checkpoint`.
+
+    Returns:
+        The checkpoint, whose arrays are in memory, or None.
+    """
+    for path in _newest_first(Path(root), clean=clean):
+        try:
+            stored = _io.StoredCheckpoint(path)
+            stored.read_all()
+        except (CheckpointError, OSError) as error:
+            _warn(path, error)
+            continue
+        return stored
+    return None
+
+
+def _newest_first(base: Path, *, clean: bool) -> Iterator[Path]:
     if not base.is_dir():
-        return None
+        return
     if clean:
         for folder in {base, *(path.parent for path in _candidates(base, also_temporary=True))}:
             _layout.clean_up(folder)
@@ -43,10 +67,12 @@ def newest_checkpoint(root: str | os.PathLike[str], *, clean: bool = True) -> st
                 continue
             dated.append((_layout.commit_time(path), int(body.get("global_step", 0)), path))
         except (CheckpointError, OSError, ValueError, TypeError) as error:
-            rank_zero_warn(f"The checkpoint {path} cannot be used and is passed over: {error}")
-    if not dated:
-        return None
-    return str(max(dated)[2])
+            _warn(path, error)
+    yield from (path for *_, path in sorted(dated, reverse=True))
+
+
+def _warn(path: Path, error: Exception) -> None:
+    rank_zero_warn(f"The checkpoint {path} cannot be used and is passed over: {error}")
 
 
 def _candidates(root: Path, *, also_temporary: bool = False) -> Iterator[Path]:

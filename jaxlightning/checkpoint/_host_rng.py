@@ -11,13 +11,15 @@ from jaxlightning.utilities.rank_zero import rank_zero_warn
 from jaxlightning.utilities.seed import collect_rng_states, restore_rng_states
 
 
-def collect(*, seed: int) -> dict[str, Any]:
+def collect(*, seed: int, states: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the seed of the compiled steps and the states of Python's, numpy's and torch's generators.
 
     Args:
         seed: The engine's seed.
+        states: States that `collect_rng_states` returned earlier, in place of the present ones.
     """
-    states = collect_rng_states()
+    if states is None:
+        states = collect_rng_states()
     version, words, gauss = states["python"]
     host: dict[str, Any] = {"python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}}
     name, keys, position, has_gauss, cached = states["numpy"]

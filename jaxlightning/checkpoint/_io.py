@@ -267,6 +267,17 @@ class StoredCheckpoint:
                 raise CheckpointError(f"The entry {key!r} of {self.path} is damaged: {error}") from error
         return values
 
+    def read_all(self) -> None:
+        """Read every array and compare its check sum; what is read here is not read again.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        self.body()
+        for name in self.metadata["items"]:
+            if name != EXTRAS:
+                self.tree(name)
+
     def _fetcher(self, item: str) -> Any:
         def fetch(name: str) -> np.ndarray:
             if not self.has(item):

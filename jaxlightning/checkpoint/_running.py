@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jaxlightning.loggers import logger_positions
+
 if TYPE_CHECKING:
     from jaxlightning.trainer import Trainer
 
@@ -18,6 +20,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
     return {
         "train": connector.state_dict(),
         "public": connector.public_state_dict(),
+        "loggers": logger_positions(trainer.loggers),
         # Whether each plateau scheduler has counted the present value of its metric already.
         "plateau_seen": [
             config.monitor is not None
@@ -36,7 +39,8 @@ def restore(trainer: Trainer, metrics: dict[str, Any]) -> None:
     """
     connector = trainer._logger_connector
     connector.load_public_state_dict(metrics["public"])
-    if trainer.fit_loop.continues_epoch:
+    unsent = trainer.fit_loop.finishes_epoch and trainer._checkpoint_connector.continues_records
+    if trainer.fit_loop.continues_epoch or unsent:
         connector.load_state_dict(metrics["train"])
     for config, seen in zip(trainer.lr_scheduler_configs, metrics["plateau_seen"], strict=False):
         if seen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlightning.loggers.csv_logs import CSVLogger
@@ -12,7 +12,15 @@ from jaxlightning.loggers.logger import Logger
 from jaxlightning.loggers.tensorboard import TensorBoardLogger
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
-__all__ = ["call_loggers", "configure_loggers", "log_hyperparams", "logger_version", "resume_loggers"]
+__all__ = [
+    "adopt_versions",
+    "call_loggers",
+    "configure_loggers",
+    "log_hyperparams",
+    "logger_positions",
+    "logger_version",
+    "resume_loggers",
+]
 
 # What the trainer and the checkpoint callback call on every logger.
 _NEEDED = ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint")
@@ -97,14 +105,53 @@ def call_loggers(loggers: Iterable[Any], method: str, *args: Any, **kwargs: Any)
             function(*args, **kwargs)
 
 
-def resume_loggers(loggers: Iterable[Any], step: int | None = None) -> None:
+def resume_loggers(
+    loggers: Iterable[Any], step: int | None = None, positions: Sequence[Mapping[str, Any]] | None = None
+) -> bool:
     """Tell our loggers that the run continues another one; those of other packages know nothing of it.
 
     Args:
         loggers: The loggers.
         step: The first step that will be recorded again; None before anything is opened.
+        positions: What `logger_positions` returned when the checkpoint was written.
+
+    Returns:
+        Whether one of them goes on in the records of that run.
     """
-    call_loggers((logger for logger in loggers if isinstance(logger, Logger)), "resume", step)
+    answers = [
+        logger.resume(step) if position is None else logger.resume(step, position)
+        for logger, position in _with_positions(loggers, positions)
+    ]
+    return any(answers)
+
+
+def adopt_versions(loggers: Iterable[Any], positions: Sequence[Mapping[str, Any]]) -> None:
+    """Let our loggers go on in the versions of an interrupted run, where the user named none.
+
+    Args:
+        loggers: The loggers.
+        positions: From the checkpoint.
+    """
+    for logger, position in _with_positions(loggers, positions):
+        if position is not None:
+            logger.adopt(position)
+
+
+def logger_positions(loggers: Iterable[Any]) -> list[dict[str, Any]]:
+    """How far each logger's records go; with the name of its class, by which a changed list is found out."""
+    return [
+        {"class": type(logger).__qualname__, **(logger.position() if isinstance(logger, Logger) else {})}
+        for logger in loggers
+    ]
+
+
+def _with_positions(loggers: Iterable[Any], positions: Any) -> Iterator[tuple[Logger, Mapping[str, Any] | None]]:
+    saved = list(positions) if isinstance(positions, Sequence) else []
+    for index, logger in enumerate(loggers):
+        if isinstance(logger, Logger):
+            found = saved[index] if index < len(saved) else None
+            same = isinstance(found, Mapping) and found.get("class") == type(logger).__qualname__ and len(found) > 1
+            yield logger, found if same else None
 
 
 def log_hyperparams(trainer: Any) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["local_directory", "next_version", "version_name"]
+__all__ = ["known_version", "local_directory", "next_version", "version_name"]
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -23,6 +25,14 @@ def next_version(directory: str) -> int:
 def version_name(version: int | str) -> str:
     """Name of a version's directory: a string as it is, a number as `version_<n>`."""
     return version if isinstance(version, str) else f"version_{version}"
+
+
+def known_version(position: Mapping[str, Any]) -> int | str | None:
+    """The version in a logger's saved position; None if it cannot be the name of a directory."""
+    version = position.get("version")
+    if isinstance(version, str):
+        return version if version not in ("", ".", "..") and os.path.basename(version) == version else None
+    return version if isinstance(version, int) and not isinstance(version, bool) and version >= 0 else None
 
 
 def local_directory(save_dir: str | os.PathLike[str], logger: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlightning.loggers._params import convert_params
-from jaxlightning.loggers._versions import local_directory, next_version, version_name
+from jaxlightning.loggers._versions import known_version, local_directory, next_version, version_name
 from jaxlightning.loggers.logger import Logger, add_prefix, rank_zero_experiment
 from jaxlightning.utilities.hparams import save_hparams_to_yaml
 from jaxlightning.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -34,6 +34,7 @@ class ExperimentWriter:
         self.metrics: list[dict[str, Any]] = []
         self.metrics_keys: list[str] = []
         self._known_keys: set[str] = set()
+        self._written: int | None = None if keep else 0  # rows in the file; counted when somebody asks
         self.hparams: dict[str, Any] = {}
         self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
         self._descriptor: int | None = None
@@ -83,6 +84,8 @@ class ExperimentWriter:
                 writer.writerow(known)
         writer.writerows([[row.get(name, "") for name in known] for row in self.metrics])
         _write_all(self._descriptor, text.getvalue().encode("utf-8"))
+        if self._written is not None:
+            self._written += len(self.metrics)
         self.metrics = []
 
     def close(self) -> None:
@@ -94,6 +97,29 @@ class ExperimentWriter:
     def __del__(self) -> None:
         if getattr(self, "_descriptor", None) is not None:
             self.close()
+
+    def count(self) -> int:
+        """Rows in the file and rows that wait."""
+        if self._written is None:
+            self._written = len(self._rows())
+        return self._written + len(self.metrics)
+
+    def keep(self, rows: int) -> bool:
+        """Keep the first rows of the file.
+
+        Args:
+            rows: How many there were when the checkpoint was written.
+
+        Returns:
+            Whether the file has so many; otherwise nothing is done.
+        """
+        found = self._rows()
+        if len(found) < rows:
+            return False
+        if len(found) > rows:
+            self._write(found[:rows])
+        self._written = rows
+        return True
 
     def cut(self, step: int) -> None:
         """Drop the rows of an interrupted run that a resumed run will write again.
@@ -113,6 +139,7 @@ class ExperimentWriter:
             rows = [row for row in rows if _number(row.get("step")) < step]
         if os.path.isfile(self.metrics_file_path):
             self._write(rows)
+            self._written = len(rows)
 
     def _header(self) -> list[str]:
         if not os.path.isfile(self.metrics_file_path):
@@ -248,16 +275,36 @@ class CSVLogger(Logger):
             self.save()
             self._experiment.close()
 
+    def position(self) -> dict[str, Any]:
+        """The version, and the number of rows."""
+        rows = 0 if self._experiment is None else self._experiment.count()
+        return {"version": self.version, "rows": rows}
+
     @rank_zero_only
-    def resume(self, step: int | None = None) -> None:
-        """Keep the rows of the run that is continued, up to a step.
+    def resume(self, step: int | None = None, position: Mapping[str, Any] | None = None) -> bool | None:
+        """Keep the rows of the run that is continued.
 
         Args:
             step: The first step that will be recorded again.
+            position: From `position`; it tells the number of rows to keep, more exactly than the step.
+
+        Returns:
+            Whether the rows of that run are here.
         """
         self._resuming = True
-        if step is not None:
-            self.experiment.cut(step)
+        if step is None:
+            return None
+        same = position is not None and position.get("version") == self.version
+        rows = position.get("rows") if same and position is not None else None
+        if isinstance(rows, int) and self.experiment.keep(rows):
+            return True
+        self.experiment.cut(step)
+        return False
+
+    def adopt(self, position: Mapping[str, Any]) -> None:
+        """Go on in the version of the interrupted run, unless the user named one."""
+        if self._version is None:
+            self._version = known_version(position)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy goes on in the same file: what waits is written, and the copy keeps what is there.

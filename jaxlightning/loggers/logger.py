@@ -99,13 +99,29 @@ class Logger(ABC):
         """
         return None
 
-    def resume(self, step: int | None = None) -> None:
+    def position(self) -> dict[str, Any]:
+        """How far the records go, as JSON; a checkpoint keeps it, and `resume` gets it back."""
+        return {}
+
+    def resume(self, step: int | None = None, position: Mapping[str, Any] | None = None) -> bool | None:
         """The run continues an earlier one in the same directory: keep its records up to a step.
 
         Called once without a step before anything is opened, and again when the checkpoint has told the step.
 
         Args:
             step: The first step that will be recorded again.
+            position: What `position` returned when the checkpoint was written.
+
+        Returns:
+            True when the records of that run are here and go on; then rows that it had not sent are sent now.
+        """
+        return None
+
+    def adopt(self, position: Mapping[str, Any]) -> None:
+        """The run was interrupted and goes on by itself: use its version, if the user named none.
+
+        Args:
+            position: What `position` returned when the checkpoint was written.
         """
         return None
 

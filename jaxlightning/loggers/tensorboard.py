@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlightning.loggers._params import convert_params, flatten_dict, sanitize_params
-from jaxlightning.loggers._versions import local_directory, next_version, version_name
+from jaxlightning.loggers._versions import known_version, local_directory, next_version, version_name
 from jaxlightning.loggers.logger import Logger, add_prefix, rank_zero_experiment
 from jaxlightning.utilities.hparams import save_hparams_to_yaml
 from jaxlightning.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -202,19 +202,33 @@ class TensorBoardLogger(Logger):
             self._experiment.close()
             self._experiment = None
 
+    def position(self) -> dict[str, Any]:
+        """The version."""
+        return {"version": self.version}
+
+    def adopt(self, position: Mapping[str, Any]) -> None:
+        """Go on in the version of the interrupted run, unless the user named one."""
+        if self._version is None:
+            self._version = known_version(position)
+
     @rank_zero_only
-    def resume(self, step: int | None = None) -> None:
+    def resume(self, step: int | None = None, position: Mapping[str, Any] | None = None) -> bool | None:
         """Let TensorBoard hide the events of the interrupted run from a step on.
 
         Args:
             step: The first step that will be recorded again.
+            position: From `position`; events are told apart by their step, so only the version counts.
+
+        Returns:
+            Whether this is the version of that run.
         """
         if step is None:
-            return
+            return None
         if self._experiment is None:
             self._purge_step = step
         else:
             self._experiment.purge(step)
+        return position is not None and position.get("version") == self.version
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_experiment": None}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from jaxlightning.loops.base import Loop, no_stray_stop_iteration
 from jaxlightning.loops.call import call_callback_hooks, call_lightning_module_hook, is_overridden
@@ -45,7 +46,10 @@ class EvaluationLoop(Loop):
         self.data_source = LoaderSource(f"{stage.dataloader_prefix}_dataloader")
         self.feed: Feed | None = None
         self._stream: BatchStream | None = None
+        # Batches of each loader over the run: the loggers' axis of what is logged per batch.
         self._seen_batches: defaultdict[int, int] = defaultdict(int)
+        self._seen_at_start: dict[int, int] = {}
+        self._loaded_seen: dict[int, int] = {}
         self._last_reload_epoch = -float("inf")
         self._mode = ModuleMode()
 
@@ -103,6 +107,8 @@ class EvaluationLoop(Loop):
         self.feed = make_feed(trainer, self.data_source, self._fn, self._stage, limit, "sequential")
         self._max_batches = self.feed.lengths
         self._seen_batches.clear()
+        self._seen_batches.update(self._loaded_seen)
+        self._loaded_seen = {}
 
     def release_data(self) -> None:
         """Let go of the loaders, their iterators and workers."""
@@ -121,6 +127,7 @@ class EvaluationLoop(Loop):
         if feed is None:
             raise RuntimeError("There are no evaluation loaders; this is a mistake in jaxlightning, please report it.")
         self.batch_progress.reset_on_run()
+        self._seen_at_start = dict(self._seen_batches)
         if trainer.state.fn == TrainerFn.FITTING:
             feed.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
         feed.inner.limits = list(self.max_batches)
@@ -253,3 +260,24 @@ class EvaluationLoop(Loop):
     def teardown(self) -> None:
         """Stop iterating; the loaders stay, `trainer.val_dataloaders` shows them."""
         self._close_stream()
+
+    # --- saving
+
+    def forget_pass(self) -> None:
+        """Take back the batches of a pass that was interrupted; it runs again from its beginning."""
+        for item in fields(self.batch_progress.total):
+            left = getattr(self.batch_progress.total, item.name) - getattr(self.batch_progress.current, item.name)
+            setattr(self.batch_progress.total, item.name, left)
+        self.batch_progress.current.reset()
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Keep the loggers' axis of what is logged per batch; within a pass that of its beginning."""
+        if self._fn != TrainerFn.FITTING:
+            return {}
+        running = self.trainer.fit_loop.epoch_loop._phase == "validation"
+        seen = self._seen_at_start if running else self._seen_batches
+        return {"seen_batches": {str(index): count for index, count in seen.items()}} if seen else {}
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `on_save_checkpoint` kept."""
+        self._loaded_seen = {int(index): int(count) for index, count in state_dict.get("seen_batches", {}).items()}

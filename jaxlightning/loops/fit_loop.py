@@ -62,6 +62,8 @@ class FitLoop(Loop):
         self._stream_is_fresh = False
         self._last_reload_epoch: float = -_INF
         self._loader_states: list[dict[str, Any]] = []
+        self._loaded_reload_epoch: int | None = None
+        self.was_stopping = False  # whether the loaded run had been asked to stop
 
     # --- what others read
 
@@ -103,6 +105,13 @@ class FitLoop(Loop):
         current = self.epoch_progress.current
         return bool(current.started == current.ready and current.processed == current.ready - 1)
 
+    @property
+    def finishes_epoch(self) -> bool:
+        """Whether the loaded state was saved in `on_train_epoch_end`: all that is left of its epoch comes after it."""
+        current = self.epoch_progress.current
+        ended = current.ready == current.started == current.processed == current.completed + 1
+        return bool(self.restarting and ended and not self._stopped_by_steps())
+
     def _stopped_by_steps(self) -> bool:
         """A step limit ended the epoch early, and the run is counted in steps: it goes on where it stopped."""
         progress, batches = self.epoch_progress.current, self.epoch_loop.batch_progress
@@ -138,6 +147,8 @@ class FitLoop(Loop):
     def run(self) -> None:
         """Train."""
         self.setup_data()
+        if self.finishes_epoch:
+            self._finish_epoch(send=self.trainer._checkpoint_connector.continues_records)
         if self.done or self.trainer.limit_train_batches == 0:
             return
         continues = self._settle_loaded_state()
@@ -215,15 +226,25 @@ class FitLoop(Loop):
         call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
         call_lightning_module_hook(trainer, "on_train_epoch_end")
         call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
-        if epoch_loop._num_ready_batches_reached():
-            epoch_loop.update_epoch_schedulers(plateau=True)
-        # Epoch metrics share the axis value of the last batch, which has been counted already.
-        epoch_loop._batches_that_stepped -= 1
-        connector.update_train_epoch_metrics()
-        epoch_loop._batches_that_stepped += 1
-        self.epoch_progress.increment_completed()
+        self._finish_epoch()
         if trainer._signal_connector.pending:
             trainer._signal_connector.check()
+
+    def _finish_epoch(self, *, send: bool = True) -> None:
+        """Do what comes after the hooks of an epoch's end.
+
+        Args:
+            send: Whether the loggers get the epoch's values.
+        """
+        epoch_loop = self.epoch_loop
+        if epoch_loop._num_ready_batches_reached():
+            epoch_loop.update_epoch_schedulers(plateau=True)
+        if send:
+            # Epoch metrics share the axis value of the last batch, which has been counted already.
+            epoch_loop._batches_that_stepped -= 1
+            self.trainer._logger_connector.update_train_epoch_metrics()
+            epoch_loop._batches_that_stepped += 1
+        self.epoch_progress.increment_completed()
 
     def _warn_about_eval_mode(self) -> None:
         networks = getattr(self.trainer._engine, "networks", None)
@@ -289,6 +310,8 @@ class FitLoop(Loop):
         if self.max_batches == 0:
             return
         self._last_reload_epoch = trainer.current_epoch
+        if self._loaded_reload_epoch is not None:  # the next reload comes when it would have come
+            self._last_reload_epoch, self._loaded_reload_epoch = self._loaded_reload_epoch, None
         self._settle_validation_interval()
         if trainer.loggers and self.max_batches < trainer.log_every_n_steps and not trainer.fast_dev_run:
             rank_zero_warn(
@@ -348,7 +371,12 @@ class FitLoop(Loop):
         handed_out = self._batches_in_flight()
         if handed_out:
             states = [_rewound(state, handed_out) for state in states]
-        return {"combined_loader": states} if any(states) else {}
+        state: dict[str, Any] = {"combined_loader": states} if any(states) else {}
+        if self.trainer.should_stop:
+            state["should_stop"] = True
+        if self.trainer.reload_dataloaders_every_n_epochs and self._last_reload_epoch > -_INF:
+            state["last_reload_epoch"] = int(self._last_reload_epoch)
+        return state
 
     def _batches_in_flight(self) -> int:
         """Batches that the loaders gave and that no step has used: one that failed, one that was read ahead."""
@@ -361,6 +389,8 @@ class FitLoop(Loop):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Take back what `on_save_checkpoint` kept."""
         self._loader_states = state_dict.get("combined_loader", [])
+        self.was_stopping = bool(state_dict.get("should_stop", False))
+        self._loaded_reload_epoch = state_dict.get("last_reload_epoch")
 
 
 def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jaxlightning.loops.quiet_batches import NOTHING, QuietBatches
 from jaxlightning.loops.stream import END, BatchStream
 from jaxlightning.loops.validation_schedule import due_at_early_end, simple_interval, validation_due
 from jaxlightning.utilities.exceptions import MisconfigurationException
+from jaxlightning.utilities.seed import collect_rng_states
 from jaxlightning.utilities.states import RunningStage, TrainerFn
 
 if TYPE_CHECKING:
@@ -93,6 +94,11 @@ class TrainingEpochLoop(Loop):
             return self.automatic_optimization.optim_progress.optimizer_steps
         return int(self.manual_optimization.optim_step_progress.total.completed)
 
+    @property
+    def next_axis_value(self) -> int:
+        """The first value on the loggers' axis that a resumed run writes (or writes again)."""
+        return self._batches_that_stepped + int(self._phase is not None)
+
     def _num_ready_batches_reached(self) -> bool:
         progress = self.batch_progress
         return progress.is_last_batch or progress.current.ready == self.trainer.fit_loop.max_batches
@@ -127,20 +133,27 @@ class TrainingEpochLoop(Loop):
         """Continue an epoch whose counters were loaded: forget a batch that failed, finish the tail of one that ran."""
         progress = self.batch_progress
         current = progress.current
-        if current.processed == current.ready and current.completed == current.processed - 1:
-            # Saved in `on_train_batch_end`: all that is left of this batch is its tail.
+        phase = self._phase
+        unsent = current.processed == current.ready and current.completed == current.processed - 1
+        if unsent:
+            # Saved in `on_train_batch_end`: what is left of this batch is its row for the loggers, and its tail.
             progress.increment_completed()
-            tail, validated = True, False
-        else:
-            tail, validated = self._phase is not None, self._phase == "validated"
+            phase = None
+        tail = unsent or phase is not None
+        if phase == "validation":
+            self.val_loop.forget_pass()
         progress.reset_on_restart()
         self.scheduler_progress.reset_on_restart()
         self.automatic_optimization.optim_progress.reset_on_restart()
         accumulate = self.trainer.accumulate_grad_batches
         self._window_count = 0 if not self._should_accumulate() else current.ready % accumulate
+        if unsent and self.trainer._checkpoint_connector.continues_records:
+            self.trainer._logger_connector.update_train_step_metrics()
         if tail:
             stepped = not self._should_accumulate()
-            due = not validated and self._should_check_val_epoch() and validation_due(self)
+            due = phase == "validation" or (
+                phase is None and self._should_check_val_epoch() and validation_due(self)
+            )
             self._tail(validate=due, updated=stepped, stepped=stepped)
 
     def run(self, stream: BatchStream) -> None:
@@ -361,6 +374,7 @@ class TrainingEpochLoop(Loop):
     def _validate(self) -> None:
         trainer = self.trainer
         trainer._logger_connector.flush()
+        trainer._checkpoint_connector.streams_before_evaluation = collect_rng_states()
         self._phase = "validation"
         trainer.validating = True
         if not self._should_accumulate():
