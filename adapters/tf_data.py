@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from ._leaves import Attribute, Path, format_path
 from ._source import BatchIterator, Source, SourceOptions
@@ -52,6 +52,8 @@ class TFDataSource(Source):
         self._check(origin.element_spec, ())
         self._hint_unbatched()
         self._length: int | None = _cardinality(origin)
+        self._passes = 0  # iterators made so far: each one moves the seed of a reshuffling `shuffle` on
+        self._passes_before = 0  # those that the run before a resume had made
 
     @property
     def length(self) -> int | None:
@@ -114,11 +116,30 @@ class TFDataSource(Source):
             )
 
     def _open(self, skip: int) -> BatchIterator:
+        while self._passes < self._passes_before:
+            iter(self.origin)  # not read: making it is what counts
+            self._passes += 1
+        self._passes += 1
         dataset = self.origin.skip(skip) if skip else self.origin
         raw: Iterator[Any] = iter(dataset)
         if self.options.ragged == "pad":
             raw = map(_pad_ragged, raw)
         return BatchIterator(self, raw, self._converter())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, and the number of earlier passes."""
+        before = max(self._passes, self._passes_before) - int(self._iterator is not None)
+        return {**super().state_dict(), "passes": before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, in the order of that pass."""
+        super().load_state_dict(state)
+        self._passes_before = int(state.get("passes", 0))
+
+    def _copy(self) -> Self:
+        new = super()._copy()
+        new._passes = new._passes_before = 0
+        return new
 
 
 def _pad_ragged(value: Any) -> Any:

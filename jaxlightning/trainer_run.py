@@ -82,9 +82,7 @@ def _run(trainer: Trainer, model: Any, ckpt_path: Any, weights_only: bool | None
     trainer._checkpoint_connector.restore_training_state()
     if resumes:
         connector = trainer._checkpoint_connector
-        same = resume_loggers(
-            trainer.loggers, trainer.fit_loop.epoch_loop.next_axis_value, connector.logger_positions
-        )
+        same = resume_loggers(trainer.loggers, trainer.fit_loop.epoch_loop.next_axis_value, connector.logger_positions)
         connector.continues_records = same or connector.auto_resumed
     trainer._checkpoint_connector.resume_end()
     trainer._signal_connector.register()

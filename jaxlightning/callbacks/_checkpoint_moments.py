@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.callbacks.checkpoint import Checkpoint
+from jaxlightning.checkpoint._naming import is_inside
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class SaveMoments(Checkpoint):
 
     monitor: str | None
     save_last: Any
+    dirpath: str | None
 
     def __init__(
         self,
@@ -69,6 +71,26 @@ class SaveMoments(Checkpoint):
     def __getstate__(self) -> dict[str, Any]:
         # While attached a callback has the module's `log`, and with it the module and its devices.
         return {key: value for key, value in self.__dict__.items() if key not in ("log", "log_dict")}
+
+    def moments(self) -> dict[str, Any]:
+        """What decides about the next save besides the state that Lightning keeps; the fit loop saves it."""
+        return {
+            "dirpath": self.dirpath,
+            "last_step": self._last_global_step_saved,
+            "waits_for_metric": self._waits_for_metric,
+        }
+
+    def load_moments(self, state: Mapping[str, Any], resumed: str) -> None:
+        """Take back what `moments` gave, if the run goes on in the same directory.
+
+        Args:
+            state: What `moments` gave.
+            resumed: The checkpoint that was loaded; the newest of this callback if it lies in its directory.
+        """
+        if self.dirpath is not None and state.get("dirpath") == self.dirpath:
+            self._last_global_step_saved = int(state["last_step"])
+            self._last_checkpoint_saved = resumed if is_inside(resumed, self.dirpath) else ""
+            self._waits_for_metric = bool(state["waits_for_metric"])
 
     @property
     def every_n_epochs(self) -> int:

@@ -100,7 +100,7 @@ class ModelCheckpoint(SaveMoments):
         self._enable_version_counter = enable_version_counter
         if dirpath and not is_remote(dirpath):
             dirpath = os.path.realpath(os.path.expanduser(dirpath))
-        self.dirpath: str | None = os.fspath(dirpath) if dirpath else None
+        self.dirpath = os.fspath(dirpath) if dirpath else None
         self.filename = filename
         self.current_score: Any = None
         self.best_k_models: dict[str, Any] = {}
@@ -331,9 +331,14 @@ class ModelCheckpoint(SaveMoments):
             self._remove_checkpoint(trainer, previous, filepath)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        trainer.save_checkpoint(filepath, self.save_weights_only)
-        self._last_global_step_saved = trainer.global_step
-        self._last_checkpoint_saved = filepath
+        before = self._last_global_step_saved, self._last_checkpoint_saved
+        # Before saving, because a run that resumes there must know that this step is saved.
+        self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
+        try:
+            trainer.save_checkpoint(filepath, self.save_weights_only)
+        except BaseException:
+            self._last_global_step_saved, self._last_checkpoint_saved = before
+            raise
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(proxy(self))

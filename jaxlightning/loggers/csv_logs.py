@@ -276,9 +276,11 @@ class CSVLogger(Logger):
             self._experiment.close()
 
     def position(self) -> dict[str, Any]:
-        """The version, and the number of rows."""
-        rows = 0 if self._experiment is None else self._experiment.count()
-        return {"version": self.version, "rows": rows}
+        """The version, and the number of rows; those that wait are written first, so all of them are in the file."""
+        if self._experiment is None:
+            return {"version": self.version, "rows": 0}
+        self._experiment.save()
+        return {"version": self.version, "rows": self._experiment.count()}
 
     @rank_zero_only
     def resume(self, step: int | None = None, position: Mapping[str, Any] | None = None) -> bool | None:

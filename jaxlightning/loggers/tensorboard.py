@@ -203,7 +203,9 @@ class TensorBoardLogger(Logger):
             self._experiment = None
 
     def position(self) -> dict[str, Any]:
-        """The version."""
+        """The version; events that wait are written first, since the checkpoint counts on them."""
+        if self._experiment is not None:
+            self._experiment.flush()
         return {"version": self.version}
 
     def adopt(self, position: Mapping[str, Any]) -> None:

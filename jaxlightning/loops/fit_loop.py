@@ -219,7 +219,7 @@ class FitLoop(Loop):
         self._end_epoch()
 
     def _end_epoch(self) -> None:
-        trainer, epoch_loop, connector = self.trainer, self.epoch_loop, self.trainer._logger_connector
+        trainer, connector = self.trainer, self.trainer._logger_connector
         connector.epoch_end_reached("train")
         self.epoch_progress.increment_processed()
         # Callbacks that watch a metric run last: it may be logged in the module's hook.
@@ -374,6 +374,9 @@ class FitLoop(Loop):
         state: dict[str, Any] = {"combined_loader": states} if any(states) else {}
         if self.trainer.should_stop:
             state["should_stop"] = True
+        moments = {key: callback.moments() for key, callback in self._saving_callbacks().items()}
+        if moments:
+            state["checkpoint_moments"] = moments
         if self.trainer.reload_dataloaders_every_n_epochs and self._last_reload_epoch > -_INF:
             state["last_reload_epoch"] = int(self._last_reload_epoch)
         return state
@@ -391,6 +394,13 @@ class FitLoop(Loop):
         self._loader_states = state_dict.get("combined_loader", [])
         self.was_stopping = bool(state_dict.get("should_stop", False))
         self._loaded_reload_epoch = state_dict.get("last_reload_epoch")
+        callbacks = self._saving_callbacks()
+        for key, moments in state_dict.get("checkpoint_moments", {}).items():
+            if key in callbacks:
+                callbacks[key].load_moments(moments, str(self.trainer.ckpt_path))
+
+    def _saving_callbacks(self) -> dict[str, Any]:
+        return {each.state_key: each for each in self.trainer.callbacks if callable(getattr(each, "moments", None))}
 
 
 def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:

@@ -151,9 +151,7 @@ class TrainingEpochLoop(Loop):
             self.trainer._logger_connector.update_train_step_metrics()
         if tail:
             stepped = not self._should_accumulate()
-            due = phase == "validation" or (
-                phase is None and self._should_check_val_epoch() and validation_due(self)
-            )
+            due = phase == "validation" or (phase is None and self._should_check_val_epoch() and validation_due(self))
             self._tail(validate=due, updated=stepped, stepped=stepped)
 
     def run(self, stream: BatchStream) -> None:

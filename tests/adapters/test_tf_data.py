@@ -125,6 +125,25 @@ def test_position_is_found_by_skipping(tf: Any) -> None:
     assert [batch.tolist() for batch in fresh] == [[4, 5], [6, 7], [8, 9]]
 
 
+def test_a_resume_in_a_later_pass_finds_its_shuffled_order(tf: Any) -> None:
+    def make() -> Any:
+        return as_source(tf.data.Dataset.range(8).shuffle(8, seed=3).batch(2))
+
+    source = make()
+    orders = [[batch.tolist() for batch in source] for _ in range(2)]
+    iterator = iter(source)
+    started = [next(iterator).tolist()]
+    state = source.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    between = source.state_dict()
+    following = [batch.tolist() for batch in source]
+    assert len({str(order) for order in [*orders, started + rest, following]}) == 4
+    for saved, want in ((state, rest), (between, following)):
+        fresh = make()
+        fresh.load_state_dict(saved)
+        assert [batch.tolist() for batch in fresh] == want
+
+
 def test_out_of_range_integers_raise(tf: Any) -> None:
     with pytest.raises(OverflowError, match="batch holds int64"):
         list(as_source(tf.data.Dataset.from_tensors(np.array([2**40]))))

@@ -384,6 +384,8 @@ def test_nothing_outside_of_the_directory_is_ever_deleted(tmp_path, path: str):
         ckpt_path = None
 
         class _checkpoint_connector:
+            auto_resumed = False
+
             @staticmethod
             def remove_checkpoint(path, **kwargs):
                 removed.append(path)
