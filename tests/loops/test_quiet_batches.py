@@ -27,7 +27,6 @@ class Net(pl.LightningModule):
         x, y = batch
         loss = optax.softmax_cross_entropy_with_integer_labels(self.net(x), y).mean()
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log("index", 1.0 * batch_idx + 10 * self.global_step)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
