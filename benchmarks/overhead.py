@@ -141,7 +141,9 @@ class Clock:
         self.started = time.perf_counter()
 
 
-def run_ours(clock: Clock, batches: list[Any], pairs: int, logs: int, folder: str) -> None:
+def run_ours(
+    steps_per_dispatch: int | str, clock: Clock, batches: list[Any], pairs: int, logs: int, folder: str
+) -> None:
     """Run `fit` with the clock in it."""
 
     class Callback(jl.Callback):
@@ -155,6 +157,7 @@ def run_ours(clock: Clock, batches: list[Any], pairs: int, logs: int, folder: st
         enable_checkpointing=False,
         enable_model_summary=False,
         default_root_dir=folder,
+        steps_per_dispatch=steps_per_dispatch,
     )
     trainer.fit(LitMLP(logs), Batches(batches))
 
@@ -243,15 +246,28 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000, help="steps in an epoch (%(default)s)")
     parser.add_argument("--logs", type=int, default=1, help="values that the step logs (%(default)s)")
     parser.add_argument("--limit", type=float, default=1.25, help="highest ratio of medians (%(default)s)")
+    parser.add_argument(
+        "--steps-per-dispatch",
+        default="1",
+        metavar="K",
+        help="batches in one compiled call of fit, or auto (%(default)s)",
+    )
     parser.add_argument("--lightning", action="store_true", help="time PyTorch Lightning too, with fewer steps")
     parser.add_argument("--json", type=Path, default=None, metavar="PATH", help="write the result there")
     args = parser.parse_args()
     if args.pairs < 4 or args.logs < 1:
         parser.error("at least 4 pairs and 1 log are needed")
 
-    ours = compare(run_ours, args, args.steps, args.pairs)
+    dispatch = args.steps_per_dispatch if args.steps_per_dispatch == "auto" else int(args.steps_per_dispatch)
+    ours = compare(partial(run_ours, dispatch), args, args.steps, args.pairs)
     report("fit", ours)
-    result = {"benchmark": "overhead", "logs": args.logs, "limit": args.limit, "fit": ours}
+    result = {
+        "benchmark": "overhead",
+        "logs": args.logs,
+        "steps_per_dispatch": dispatch,
+        "limit": args.limit,
+        "fit": ours,
+    }
     if args.lightning:
         result["lightning"] = compare(run_lightning, args, max(100, args.steps // 10), args.pairs)
         report("Lightning", result["lightning"])

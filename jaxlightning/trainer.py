@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from jaxlightning.checkpoint import CheckpointConnector
+from jaxlightning.compile.fused_step import check_steps_per_dispatch
 from jaxlightning.compile.precision import Precision
 from jaxlightning.loggers import DummyLogger, configure_loggers
 from jaxlightning.loops.call import HookTable
@@ -107,6 +108,9 @@ class Trainer(TrainerVerbs, TrainerProperties):
             crops and flips by versions that draw other numbers.
         pad_batches: Fill short batches up to one shape, so that the last batch compiles nothing new: True for the
             loader's batch size, a number for that many rows. Steps get a mask, `self.batch_mask`.
+        steps_per_dispatch: How many training batches go to the device in one compiled call: 1, a number, or "auto"
+            (16 where that is at least 10 % faster on the first batches). Calls never cross a log point, validation,
+            checkpoint or the end of an epoch, and batches run one by one where a hook of yours runs per batch.
         log_compiles: Report every compilation at INFO.
         seed: Seed of parameters and random keys; that of `seed_everything` by default, else 0.
         auto_resume: Let the first `fit` without `ckpt_path` continue the newest checkpoint below `default_root_dir`
@@ -174,6 +178,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         channels_last: bool = False,
         vectorize: bool | str = "auto",
         pad_batches: bool | int = False,
+        steps_per_dispatch: int | str = 1,
         log_compiles: bool = False,
         seed: int | None = None,
         auto_resume: bool = False,
@@ -192,6 +197,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         self._default_root_dir = default_root(default_root_dir)
         self._jit, self.channels_last, self._log_compiles = jit, channels_last, log_compiles
         self._seed_flag = seed
+        self._steps_per_dispatch = check_steps_per_dispatch(steps_per_dispatch)
         self._vectorize, self._pad_batches = check_vectorize(vectorize), check_pad_batches(pad_batches)
         self.auto_resume = bool(auto_resume)
         self._module: Any = None

@@ -124,6 +124,7 @@ def attach_engine(trainer: Trainer) -> None:
         trainer: The trainer, with its module attached and configured.
     """
     from jaxlightning.compile import Engine
+    from jaxlightning.compile.fused_step import make_fusion
 
     module, strategy = trainer.lightning_module, trainer.strategy
     before = vars(module).get("_engine")
@@ -167,6 +168,7 @@ def attach_engine(trainer: Trainer) -> None:
             engine.binding.restore_modes(modes)
     if trainer._pad_batches:
         engine.padding = make_padding(trainer)
+    engine.fusion = make_fusion(trainer._steps_per_dispatch, engine)
     trainer._engine = engine
     trainer.state._engine = engine
 

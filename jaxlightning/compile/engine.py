@@ -20,6 +20,7 @@ from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.creation import create_variables, verify_restored
 from jaxlightning.compile.engine_logs import EngineLogs
 from jaxlightning.compile.facts import EffectFacts
+from jaxlightning.compile.fused_step import Fusion
 from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
@@ -107,6 +108,7 @@ class Engine(EngineLogs):
         self.seed = seed
         self.detect_anomaly = detect_anomaly
         self.effect_facts = EffectFacts()
+        self.fusion: Fusion | None = None
         self.tables: dict[str, SlotTable] = {}
         self.on_variables_created: list[Callable[[], None]] = []
         self._dirty = False
@@ -308,6 +310,20 @@ class Engine(EngineLogs):
         ):
             return None
         return RepeatedStep(self, variant)
+
+    def fused_variant(self, base: CompiledStep, stacked: list[Any], integers: Any, unroll: int) -> CompiledStep:
+        """The variant that does what `base` does for several batches in one call.
+
+        Args:
+            base: The variant for one batch, of `repeated_step`.
+            stacked: Leaves of the batches, stacked along a new first axis.
+            integers: Integer inputs of the steps, int32 `[steps, 5]`.
+            unroll: Steps that are written out.
+        """
+        clip, outputs = self._plain_choice or ((None, None), False)
+        clipping = (clip[1] or "norm") if clip[0] else None
+        options = TrainOptions(False, True, True, clipping, outputs, self.detect_anomaly)
+        return self.variants.fused(self, options, self._table("train"), base.treedef, stacked, integers, unroll)
 
     def output_of(self, variant: CompiledStep, values: Any, states: Any, outputs: Any) -> StepOutput:
         """What a call of a variant gave, as the loops take it."""

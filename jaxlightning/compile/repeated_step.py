@@ -21,14 +21,14 @@ __all__ = ["RepeatedStep"]
 class RepeatedStep:
     """Runs one variant on batch after batch.
 
-    Args:
+    Attributes:
         engine: The engine whose state it carries on.
         variant: A variant without anything that the host has to do or to decide between two steps.
     """
 
     def __init__(self, engine: Engine, variant: CompiledStep) -> None:
-        self._engine = engine
-        self._variant = variant
+        self.engine = engine
+        self.variant = variant
         self._call = variant.call
         self._floats = engine.floats
         self._treedef = variant.treedef
@@ -42,13 +42,13 @@ class RepeatedStep:
     @property
     def still_valid(self) -> bool:
         """Whether nothing was changed on the module since."""
-        return not self._engine._dirty
+        return not self.engine._dirty
 
     def integers(self, batch_idx: int, current_epoch: int, global_step: int, micro_step: int, count: int) -> Any:
         """The integer inputs of `count` steps, int32 `[count, 5]`."""
         table = np.empty((count, 5), np.int32)
         steps = np.arange(count, dtype=np.int32)
-        table[:, 0] = self._engine.seed32
+        table[:, 0] = self.engine.seed32
         table[:, 1] = micro_step + steps
         table[:, 2] = batch_idx + steps
         table[:, 3] = current_epoch
@@ -71,7 +71,7 @@ class RepeatedStep:
             leaves, treedef = jax.tree_util.tree_flatten(batch)
             if treedef != self._treedef:
                 return False
-        engine = self._engine
+        engine = self.engine
         try:
             result = self._call(engine._leaves, leaves, integers, self._floats)
         except TypeError:  # another shape or kind of leaf; the compiled call checks before it consumes anything
@@ -80,12 +80,17 @@ class RepeatedStep:
         self._last = result
         return True
 
+    def take(self, result: tuple[Any, ...]) -> None:
+        """Carries on from what a call gave that did the work of several."""
+        self.engine._leaves = result[0]
+        self._last = result
+
     def finish(self, count: int) -> StepOutput:
         """Books `count` steps and gives the output of the last."""
-        engine = self._engine
+        engine = self.engine
         engine._nnx_stale = True
         for handle in engine.binding.optimizers:
             handle.updates += count
         _, values, states, outputs, *_ = self._last
         self._last = ()
-        return engine.output_of(self._variant, values, states, outputs)
+        return engine.output_of(self.variant, values, states, outputs)

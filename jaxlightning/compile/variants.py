@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlightning.compile import batch as batches
@@ -113,6 +114,23 @@ def weak_integers(ints: Any) -> list[Any]:
     return [weak(ints[i]) for i in range(ints.shape[0])]
 
 
+def _train_function(
+    engine: Engine, options: TrainOptions, table: SlotTable, join: Callable[[Any], Any], info: StepInfo
+) -> Callable[..., Any]:
+    """One training step on flat leaves."""
+    state_treedef = engine.state_treedef
+
+    def step(leaves: Any, arrays: Any, ints: Any, floats: Any, *host: Any) -> Any:
+        state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
+        seed, scalars = _inputs(info, ints, host)
+        state, values, states, outputs, finite, effects = core.train_step(
+            engine.binding, table, info, options, state, join(arrays), scalars, seed, floats
+        )
+        return _flat(state, state_treedef), values, states, outputs, finite, effects
+
+    return step
+
+
 def _inputs(info: StepInfo, ints: Any, host: Any) -> tuple[Any, Scalars]:
     """The seed and the host numbers of a step from its integer inputs."""
     seed, micro_step, *base = weak_integers(ints)
@@ -202,24 +220,45 @@ class Variants:
             return ("train", options, engine.binding.mode_key(), *shapes)
 
         def build(info: StepInfo) -> Callable[..., Any]:
-            join = _joiner(batch, treedef, positions)
-            state_treedef = engine.state_treedef
-
-            def step(leaves: Any, arrays: Any, ints: Any, floats: Any, *host: Any) -> Any:
-                state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
-                seed, scalars = _inputs(info, ints, host)
-                state, values, states, outputs, finite, effects = core.train_step(
-                    engine.binding, table, info, options, state, join(arrays), scalars, seed, floats
-                )
-                return _flat(state, state_treedef), values, states, outputs, finite, effects
-
-            return step
+            return _train_function(engine, options, table, _joiner(batch, treedef, positions), info)
 
         def args() -> tuple[Any, ...]:
             return engine.leaves, arrays, ints, engine.floats
 
         return self._get(
             key, "train", build, args, engine, table, env, donate=(0,), batch=1, treedef=treedef, positions=positions
+        )
+
+    def fused(
+        self, engine: Engine, options: TrainOptions, table: SlotTable, treedef: Any, stacked: Any, ints: Any,
+        unroll: int,
+    ) -> CompiledStep:  # fmt: skip
+        """Several training batches in one call; arrays and integers are stacked along a new first axis."""
+        steps = len(ints)
+
+        def key() -> Any:
+            shapes = (engine.state_treedef, treedef, _shapes(engine.leaves), _shapes(stacked))
+            return ("fused", steps, unroll, options, engine.binding.mode_key(), *shapes)
+
+        def build(info: StepInfo) -> Callable[..., Any]:
+            step = _train_function(engine, options, table, _joiner(None, treedef, None), info)
+
+            def many(leaves: Any, stacked: Any, ints: Any, floats: Any) -> Any:
+                def body(carry: Any, inputs: Any) -> Any:
+                    leaves, values, *_ = step(carry[0], *inputs, floats)
+                    return (leaves, values), None
+
+                first = jnp.zeros((table.capacity,), engine.tree.acc.dtype)
+                (leaves, values), _ = jax.lax.scan(body, (leaves, first), (stacked, ints), unroll=unroll)
+                return leaves, values, (), (), None, ()
+
+            return many
+
+        def args() -> tuple[Any, ...]:
+            return engine.leaves, stacked, ints, engine.floats
+
+        return self._get(
+            key, "train_fused", build, args, engine, table, None, donate=(0,), batch=1, treedef=treedef, positions=None
         )
 
     def evaluate(

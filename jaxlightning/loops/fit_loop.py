@@ -10,7 +10,7 @@ from jaxlightning.loops.base import Loop, no_stray_stop_iteration
 from jaxlightning.loops.call import call_callback_hooks, call_lightning_module_hook, is_overridden
 from jaxlightning.loops.data import Feed, LoaderSource, make_feed
 from jaxlightning.loops.progress import Progress
-from jaxlightning.loops.stream import END, BatchStream
+from jaxlightning.loops.stream import BatchStream
 from jaxlightning.loops.training_epoch_loop import TrainingEpochLoop
 from jaxlightning.utilities.combined_loader import SUPPORTED_MODES
 from jaxlightning.utilities.exceptions import MisconfigurationException
@@ -386,8 +386,7 @@ class FitLoop(Loop):
         current, stream = self.epoch_loop.batch_progress.current, self._stream
         if stream is None or not self._epoch_unfinished():
             return 0
-        ahead = stream.length is None and stream.ahead is not END
-        return int(current.ready - current.processed) + int(ahead)
+        return int(current.ready - current.processed) + stream.unused()
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Take back what `on_save_checkpoint` kept."""

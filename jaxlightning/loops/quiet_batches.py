@@ -13,17 +13,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.callbacks._registry import runs_user_code
-from jaxlightning.loops.stream import END, BatchStream
+from jaxlightning.loops.stream import END, BatchStream, LoaderError
 from jaxlightning.loops.validation_schedule import simple_interval
 
 if TYPE_CHECKING:
+    from jaxlightning.compile.fused_step import Fusion
+    from jaxlightning.compile.repeated_step import RepeatedStep
     from jaxlightning.loops.training_epoch_loop import TrainingEpochLoop
     from jaxlightning.metrics._results import ResultCollection
 
-__all__ = ["NOTHING", "QuietBatches"]
-
-NOTHING = object()
-"""Stands for "no batch was read that still has to run"."""
+__all__ = ["QuietBatches"]
 
 _HOOKS = ("on_train_batch_start", "on_train_batch_end")
 Limit = Callable[[Any], tuple[float, float]]
@@ -64,13 +63,14 @@ class QuietBatches:
         trainer = loop.trainer
         self._loop = loop
         self._trainer = trainer
-        self._fetch = stream.fetch
+        self._stream = stream
         self._limits = limits
         self._clip = clip
         self._validate_every = simple_interval(trainer) if loop._should_check_val_epoch() else 0
         self._max_batches = trainer.fit_loop.max_batches
         self._epoch = trainer.current_epoch
         self._deadline = math.inf
+        self._last: Any = None
 
     @classmethod
     def of(cls, loop: TrainingEpochLoop, stream: BatchStream, clip: tuple[float | None, str]) -> QuietBatches | None:
@@ -114,48 +114,34 @@ class QuietBatches:
             room, self._deadline = min(room, batches), min(self._deadline, deadline)
         return int(room)
 
-    def run(self, room: int, results: ResultCollection) -> Any:
+    def run(self, room: int, results: ResultCollection) -> None:
         """Run up to `room` batches; fewer when somebody asks to stop or a batch differs from those before.
+
+        Batches that were read and did not run go back to the stream.
 
         Args:
             room: From `room`.
             results: What training logged in this epoch.
-
-        Returns:
-            A batch that was read and has to run in the ordinary way, `END`, or `NOTHING`.
         """
         loop, trainer = self._loop, self._trainer
-        step = trainer._engine.repeated_step(self._clip, False)
+        engine = trainer._engine
+        step = engine.repeated_step(self._clip, False)
         if step is None:
-            return NOTHING
+            return
         batches, optimizer = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer
         total, current = batches.total, batches.current
         step_total, step_current = optimizer.step.total, optimizer.step.current
         integers = step.integers(current.ready, self._epoch, step_total.completed, total.ready, room)
-        fetch, signals, deadline, clock = self._fetch, trainer._signal_connector, self._deadline, time.monotonic
-        begun, done, last, pending = current.ready, 0, None, NOTHING
+        fusion = engine.fusion
+        before, done = current.ready, step_total.completed
         try:
-            for row in integers:
-                if signals.pending or trainer.should_stop or clock() >= deadline:
-                    break
-                batch = fetch()
-                if batch is END or not step.still_valid:  # the loader's own code may have changed the module
-                    pending = batch
-                    break
-                total.ready += 1
-                current.ready += 1
-                if not step(batch, row):
-                    total.ready -= 1
-                    current.ready -= 1
-                    pending = batch
-                    break
-                step_total.completed += 1
-                step_current.completed += 1
-                done += 1
-                last = batch
+            if fusion is not None and fusion.active and room >= fusion.steps:
+                self._fused(step, fusion, integers, batches, optimizer.step)
+            else:
+                self._singly(step, integers, batches, optimizer.step)
         finally:
             # Also after an exception in the loader or the step: what ran is counted, as in the ordinary loop.
-            begun = current.ready - begun
+            begun, done = current.ready - before, step_total.completed - done
             for counter in (total, current):
                 counter.started += begun
                 counter.processed += done
@@ -168,5 +154,61 @@ class QuietBatches:
                 counter.completed += done
             loop._batches_that_stepped += done
             if done:
-                results.on_step_outputs(last, step.finish(done), done)
-        return pending
+                results.on_step_outputs(self._last, step.finish(done), done)
+
+    def _singly(self, step: RepeatedStep, integers: Any, batches: Any, steps: Any) -> None:
+        total, current, step_total, step_current = batches.total, batches.current, steps.total, steps.current
+        trainer, fetch, deadline, clock = self._trainer, self._stream.fetch, self._deadline, time.monotonic
+        signals = trainer._signal_connector
+        for row in integers:
+            if signals.pending or trainer.should_stop or clock() >= deadline:
+                return
+            batch = fetch()
+            if batch is END or not step.still_valid:  # the loader's own code may have changed the module
+                self._stream.returned.append(batch)
+                return
+            total.ready += 1
+            current.ready += 1
+            if not step(batch, row):
+                total.ready -= 1
+                current.ready -= 1
+                self._stream.returned.append(batch)
+                return
+            step_total.completed += 1
+            step_current.completed += 1
+            self._last = batch
+
+    def _fused(self, step: RepeatedStep, fusion: Fusion, integers: Any, batches: Any, steps: Any) -> None:
+        total, current, step_total, step_current = batches.total, batches.current, steps.total, steps.current
+        trainer, fetch, size = self._trainer, self._stream.fetch, fusion.steps
+        signals = trainer._signal_connector
+        for start in range(0, len(integers) - size + 1, size):
+            waiting: list[Any] = []
+            rest: list[Any] = []
+            for _ in range(size):
+                if signals.pending or trainer.should_stop or time.monotonic() >= self._deadline:
+                    break
+                try:
+                    batch = fetch()
+                except Exception as error:
+                    rest = [LoaderError(error)]  # after the batches that it gave before
+                    break
+                if batch is END or not step.still_valid:
+                    rest = [batch]
+                    break
+                waiting.append(batch)
+                # The loader sees the counters that it would see with one step at a time.
+                for counter in (total, current):
+                    counter.ready += 1
+                for counter in (step_total, step_current):
+                    counter.completed += 1
+            if len(waiting) < size or not fusion.run(step, waiting, integers[start : start + size]):
+                for counter in (total, current):
+                    counter.ready -= len(waiting)
+                for counter in (step_total, step_current):
+                    counter.completed -= len(waiting)
+                self._stream.returned.extend([*waiting, *rest])
+                return
+            self._last = waiting[-1]
+            if not fusion.active:
+                return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -14,6 +15,17 @@ from jaxlightning.utilities.combined_loader import CombinedLoader
 
 END = object()
 """Stands for "no more batches" where None could be one."""
+
+
+class LoaderError:
+    """Stands for a batch whose loading failed, until the batches before it have run.
+
+    Args:
+        error: What the loader raised, with its traceback.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def concatenate(batches: list[Any]) -> Any:
@@ -141,6 +153,7 @@ class BatchStream:
     Attributes:
         length: Batches in a pass, None when unknown.
         ahead: The item read ahead; only without a length.
+        returned: Batches that were read and given back; they come before what `fetch` gives.
         fetch: Returns the next item or `END`; an item is `(batch, batch_idx, dataloader_idx)`.
 
     Args:
@@ -155,6 +168,7 @@ class BatchStream:
         self._fetched = 0
         self.fetch: Callable[[], Any] = lambda: END
         self.ahead: Any = END
+        self.returned: deque[Any] = deque()
         self.length: int | None = None
 
     def start(self, *, bare: bool = False, fetched: int = 0) -> None:
@@ -198,9 +212,15 @@ class BatchStream:
             self._fetched += 1
             yield item, last
 
+    def unused(self) -> int:
+        """How many batches were read from the loaders and wait for their step."""
+        waiting = sum(item is not END and type(item) is not LoaderError for item in self.returned)
+        return waiting + int(self.length is None and self.ahead is not END)
+
     def close(self) -> None:
         """Release iterators, and with them worker processes and open files."""
         self.ahead = END
+        self.returned.clear()
         self.fetch = lambda: END
         single, self._single = self._single, None
         if single is not None:

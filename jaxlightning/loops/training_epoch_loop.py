@@ -15,8 +15,8 @@ from jaxlightning.loops.evaluation_loop import EvaluationLoop
 from jaxlightning.loops.lr_schedulers import update_lr_schedulers
 from jaxlightning.loops.optimizer_step import SplitStep, needs_split
 from jaxlightning.loops.progress import BatchProgress, OptimizationProgress, Progress, ReadyCompleted
-from jaxlightning.loops.quiet_batches import NOTHING, QuietBatches
-from jaxlightning.loops.stream import END, BatchStream
+from jaxlightning.loops.quiet_batches import QuietBatches
+from jaxlightning.loops.stream import END, BatchStream, LoaderError
 from jaxlightning.loops.validation_schedule import due_at_early_end, simple_interval, validation_due
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.seed import collect_rng_states
@@ -190,7 +190,7 @@ class TrainingEpochLoop(Loop):
         # Entered anew after each validation; between two batches of one epoch nobody else takes its place.
         results = None
         quiet = QuietBatches.of(self, stream, clip)
-        pending: Any = NOTHING
+        returned = stream.returned
         # The name that `self.log` sees; hooks change it and put it back. See `call._enter` for the way it is written.
         space = vars(module)
         space["_current_fx_name"] = "training_step"
@@ -199,16 +199,24 @@ class TrainingEpochLoop(Loop):
                 break
             if -1 < self.max_steps <= step_total.completed:
                 break
-            if trainer.should_stop and self._may_stop():
+            # Batches that came back were read before the stop, so they run before it.
+            if trainer.should_stop and not returned and self._may_stop():
                 break
             if signals.pending:
                 signals.check()
-            if quiet is not None and results is not None and not queue._waiting and (room := quiet.room()) > 0:
-                pending = quiet.run(room, results)
-                if pending is NOTHING and (trainer.should_stop or signals.pending):
+            if (
+                quiet is not None
+                and results is not None
+                and not (queue._waiting or returned)
+                and (room := quiet.room()) > 0
+            ):
+                quiet.run(room, results)
+                if trainer.should_stop or signals.pending:
                     continue
             if sized:
-                batch, pending = (fetch() if pending is NOTHING else pending), NOTHING
+                batch = returned.popleft() if returned else fetch()
+                if type(batch) is LoaderError:
+                    raise batch.error
                 if batch is END:
                     self._on_early_end(val_epoch)
                     break

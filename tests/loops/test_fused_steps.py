@@ -1,0 +1,198 @@
+"""`Trainer(steps_per_dispatch=...)`: several batches in one call, with everything that can be seen as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jaxlightning as pl
+from jaxlightning.compile import fused_step
+from jaxlightning.loggers import CSVLogger
+from jaxlightning.utilities.exceptions import MisconfigurationException
+from tests.loops.test_quiet_batches import Loader, Net
+
+
+class Seeded(Net):
+    """With dropout, so that the random keys of the steps matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> jax.Array:
+        x, y = batch
+        loss = optax.softmax_cross_entropy_with_integer_labels(self.net(self.drop(x)), y).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def _fit(folder: Path, loader: Any, module: Any = None, **options: Any) -> tuple[Any, Any, str]:
+    trainer = pl.Trainer(
+        **{
+            "max_epochs": 2,
+            "logger": CSVLogger(folder, name=None, version=0),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 10,
+            "default_root_dir": folder,
+            **options,
+        }
+    )
+    module = Seeded() if module is None else module
+    trainer.fit(module, loader, Loader(2))
+    return trainer, module, (folder / "version_0" / "metrics.csv").read_text()
+
+
+def _assert_same_state(left: Any, right: Any) -> None:
+    left, right = left.state_dict(), right.state_dict()
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        np.testing.assert_array_equal(value, right[name], err_msg=name)
+
+
+def test_fused_steps_are_bit_identical_to_single_ones(tmp_path: Path) -> None:
+    loader = Loader(40, sizes={27: 5})  # a ragged batch in the middle is run by itself
+    one, single, rows = _fit(tmp_path / "1", loader)
+    four, fused, fused_rows = _fit(tmp_path / "4", loader, steps_per_dispatch=4)
+    assert four._engine.trace_counts["train_fused"] == 1
+    assert fused_rows == rows
+    _assert_same_state(fused, single)
+    assert four.fit_loop.state_dict() == one.fit_loop.state_dict()
+
+
+@pytest.mark.parametrize("options", [{"val_check_interval": 7}, {"max_steps": 33, "max_epochs": -1}])
+def test_calls_never_cross_a_validation_or_the_last_step(tmp_path: Path, options: dict[str, Any]) -> None:
+    one, single, rows = _fit(tmp_path / "1", Loader(40), **options)
+    three, fused, fused_rows = _fit(tmp_path / "3", Loader(40), steps_per_dispatch=3, **options)
+    assert three._engine.trace_counts["train_fused"] == 1
+    assert fused_rows == rows
+    assert three.global_step == one.global_step
+    _assert_same_state(fused, single)
+
+
+def test_a_loader_sees_the_same_counters_and_its_exception_comes_after_the_batches_before(tmp_path: Path) -> None:
+    class Watched(Loader):
+        trainer: Any = None
+
+        def __iter__(self) -> Any:
+            for index, batch in enumerate(super().__iter__()):
+                seen.append((index, self.trainer.global_step))
+                if index == 26:
+                    raise OSError("the disk is gone")
+                yield batch
+
+    ends: list[Any] = []
+    for steps in (1, 8):
+        seen: list[tuple[int, int]] = []
+        loader, module = Watched(40), Seeded()
+        trainer = pl.Trainer(
+            max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=0,
+            enable_checkpointing=False, default_root_dir=tmp_path, steps_per_dispatch=steps,
+        )  # fmt: skip
+        loader.trainer = trainer
+        with pytest.raises(OSError, match="the disk is gone"):
+            trainer.fit(module, loader, Loader(1))
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        ends.append((seen, trainer.global_step, progress.ready, progress.completed, module))
+    assert ends[0][0] == ends[1][0] == [(i, i) for i in range(27)]
+    assert ends[0][1:4] == ends[1][1:4] == (26, 26, 26)
+    _assert_same_state(ends[0][4], ends[1][4])
+
+
+def test_a_stop_in_the_middle_of_a_call_runs_no_batch_too_many(tmp_path: Path) -> None:
+    trainers: list[Any] = []
+
+    def stop(index: int) -> None:
+        if index == 13:
+            trainers[0].should_stop = True
+
+    for steps in (1, 8):
+        trainers[:] = [
+            pl.Trainer(
+                max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                enable_checkpointing=False, default_root_dir=tmp_path, log_every_n_steps=0, steps_per_dispatch=steps,
+            )
+        ]  # fmt: skip
+        trainers[0].fit(Seeded(), Loader(40, on_batch=stop), Loader(1))
+        assert trainers[0].global_step == 14
+
+
+def test_a_convolution_on_a_cpu_is_written_out(tmp_path: Path) -> None:
+    class Images(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv(2, (3, 3))
+
+        def training_step(self, batch: Any, batch_idx: int) -> jax.Array:
+            x, y = batch
+            h = self.conv(x.reshape(-1, 2, 2, 1)).reshape(x.shape[0], -1)
+            loss = optax.softmax_cross_entropy_with_integer_labels(self.net(h), y).mean()
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            return None
+
+    trainer, fused, _ = _fit(tmp_path / "4", Loader(20), Images(), steps_per_dispatch=4, log_every_n_steps=20)
+    text = str(trainer._engine.compiled["train_fused"].jaxpr)
+    assert "unroll=4" in text
+    _, single, _ = _fit(tmp_path / "1", Loader(20), Images(), log_every_n_steps=20)
+    for name, value in single.state_dict().items():
+        np.testing.assert_allclose(fused.state_dict()[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize(("fused_seconds", "kept"), [(0.5, 16), (2.0, 1)])
+def test_auto_keeps_single_steps_unless_fused_ones_are_faster(
+    fused_seconds: float, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(fused_step.time, "perf_counter", lambda: now[0])
+    single = fused_step.RepeatedStep.__call__
+    take = fused_step.RepeatedStep.take
+
+    def slow_single(self: Any, batch: Any, row: Any) -> bool:
+        now[0] += 1.0 / 16
+        return single(self, batch, row)
+
+    def slow_take(self: Any, result: Any) -> None:
+        now[0] += fused_seconds
+        take(self, result)
+
+    monkeypatch.setattr(fused_step.RepeatedStep, "__call__", slow_single)
+    monkeypatch.setattr(fused_step.RepeatedStep, "take", slow_take)
+    auto, module, rows = _fit(tmp_path / "a", Loader(150), steps_per_dispatch="auto", log_every_n_steps=50)
+    assert auto._engine.fusion.steps == kept
+    monkeypatch.undo()
+    _, reference, expected = _fit(tmp_path / "b", Loader(150), log_every_n_steps=50)
+    assert rows == expected
+    _assert_same_state(module, reference)
+
+
+def test_hooks_per_batch_keep_steps_single(tmp_path: Path) -> None:
+    class Watch(pl.Callback):
+        seen = 0
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            type(self).seen += 1
+
+    trainer, _, _ = _fit(tmp_path, Loader(20), steps_per_dispatch=4, callbacks=[Watch()])
+    assert Watch.seen == 40
+    assert "train_fused" not in trainer._engine.trace_counts
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "fast"])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="steps_per_dispatch"):
+        pl.Trainer(steps_per_dispatch=value)
+
+
+def test_several_devices_refuse_a_number(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match="one device"):
+        _fit(tmp_path, Loader(4), steps_per_dispatch=4, strategy="ddp", devices=2)
