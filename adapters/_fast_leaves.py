@@ -90,7 +90,7 @@ def is_stock(dataset: Any) -> bool:
 class VisionLeaf:
     """A torchvision dataset in memory, read through pointwise transforms as tables."""
 
-    def __init__(self, dataset: Any, converter: Converter, cache: dict[Any, Any]) -> None:
+    def __init__(self, dataset: Any, converter: Converter, cache: dict[Any, Any], *, random: bool) -> None:
         cls = type(dataset)
         stock = _STOCK[cls.__module__, cls.__qualname__]
         if not cls.__getitem__.__module__.startswith(_DATASETS):
@@ -100,18 +100,22 @@ class VisionLeaf:
         if dataset.transform is None:
             raise NotVectorizableError(f"{cls.__qualname__} without a transform gives PIL images")
         self._converter = converter
-        steps = _pointwise.flatten_transform(dataset.transform)
+        steps = _pointwise.take_apart(dataset.transform, random=random)
+        self._moves = steps.moves
         self._images, self._layout = _images(dataset, stock)
         self._labels = _label_reader(dataset, stock)
-        self._gray = self._layout != "HW" and _pointwise.starts_with_grayscale(steps)
-        if self._gray:
-            steps_after, self._layout_out = dataset.transform, "HW"
-        else:
-            steps_after, self._layout_out = dataset.transform, self._layout
+        self._gray = self._layout != "HW" and _pointwise.starts_with_grayscale(steps.pointwise)
+        # crops and flips see images as PIL has them
+        self._layout_out = "HW" if self._gray else "HWC" if self._moves and self._layout == "CHW" else self._layout
         # the grey image is what PIL makes of an "L" image too, so the whole transform can be probed with one
         mode = "L" if self._layout_out == "HW" else "RGB"
-        table = _pointwise.probe_table(steps_after, mode, lambda image: converter(image))
-        self._height, self._width = self._images.shape[1:3] if self._layout != "CHW" else self._images.shape[2:4]
+        table = _pointwise.probe_table(steps.values, mode, lambda image: converter(image))
+        self.rng = np.random.default_rng(0)
+        try:
+            moved = self._moved(np.zeros((1, *self._images.shape[1:]), np.uint8))
+        except ValueError as error:  # a fill for other channels, a reflection beyond the image
+            raise NotVectorizableError(f"a crop cannot be applied to {cls.__qualname__}: {error}") from error
+        self._height, self._width = moved.shape[2:4] if self._layout_out == "CHW" else moved.shape[1:3]
         self._channels = len(table)
         # a converter moves channels last only where a whole batch would have moved
         shape = (1, self._channels, self._height, self._width)
@@ -130,12 +134,38 @@ class VisionLeaf:
         lookup: _pointwise.Lookup = cache[key]
         return lookup
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the images of two calls differ; `rng` then draws for the next ones."""
+        return any(move.random for move in self._moves)
+
     def gather(self, rows: Array) -> list[Array]:
         """Give images and labels of a batch."""
-        images = self._images.take(rows, axis=0)
-        if self._gray:
-            images = _pointwise.grayscale_like_pil(images if self._layout == "HWC" else images.transpose(0, 2, 3, 1))
-        n = len(rows)
+        images = self._looked_up(self._moved(self._images.take(rows, axis=0)))
+        return [images, self._converter.finish(self._labels.take(rows), (1,))]
+
+    def outcomes(self, row: int, limit: int) -> Array | None:
+        """Give everything that the transforms can make of one image, or None if that is more than `limit` values."""
+        images = self._prepared(self._images.take([row], axis=0))
+        for move in self._moves:
+            if images.size > limit:
+                return None
+            images = move.outcomes(images)
+        return None if images.size > limit else self._looked_up(images)
+
+    def _prepared(self, images: Array) -> Array:
+        if self._layout == "CHW" and self._layout_out != "CHW":
+            images = images.transpose(0, 2, 3, 1)
+        return _pointwise.grayscale_like_pil(images) if self._gray else images
+
+    def _moved(self, images: Array) -> Array:
+        images = self._prepared(images)
+        for move in self._moves:
+            images = move(images, self.rng)
+        return images
+
+    def _looked_up(self, images: Array) -> Array:
+        n = len(images)
         axis = 3 if self._last else 1
         if self._layout_out == "HW":
             if self._channels > 1:  # one input channel feeds all
@@ -147,8 +177,7 @@ class VisionLeaf:
         flat = self._lookup(np.ascontiguousarray(images).reshape(n, -1))
         shape = (self._height, self._width)
         full = (n, *shape, self._channels) if self._last else (n, self._channels, *shape)
-        labels = self._converter.finish(self._labels.take(rows), (1,))
-        return [flat.reshape(full), labels]
+        return flat.reshape(full)
 
 
 def _images(dataset: Any, stock: _Stock) -> tuple[Array, str]:

@@ -8,12 +8,16 @@ batch of 128 x 28 x 28 to float32).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ._leaves import Array
+
+if TYPE_CHECKING:
+    from ._geometric import Move
 
 _V1 = "torchvision.transforms.transforms"
 _V2 = "torchvision.transforms.v2"
@@ -45,29 +49,85 @@ def _type_key(value: Any) -> tuple[str, str]:
     return type(value).__module__, type(value).__qualname__
 
 
+# those that leave the values themselves as they are
+_KEEPING = {
+    (_V1, "PILToTensor"),
+    (f"{_V2}._type_conversion", "PILToTensor"),
+    (f"{_V2}._type_conversion", "ToImage"),
+    (f"{_V2}._type_conversion", "ToPureTensor"),
+    (f"{_V2}._misc", "Identity"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steps:
+    """A transform taken apart.
+
+    Attributes:
+        pointwise: The steps that change values, in order; `Grayscale` only as the first.
+        moves: The crops and flips, in order.
+        values: From a PIL image to a tensor, by the pointwise steps alone.
+    """
+
+    pointwise: list[Any]
+    moves: list[Move]
+    values: Callable[[Any], Any]
+
+
 def flatten_transform(transform: Any) -> list[Any]:
-    """List the steps of a transform, with nested `Compose` opened.
+    """List the steps of a transform, with nested `Compose` opened."""
+    if _type_key(transform) in _COMPOSE:
+        return [step for part in transform.transforms for step in flatten_transform(part)]
+    return [transform]
+
+
+def take_apart(transform: Any, *, random: bool) -> Steps:
+    """Find out whether a transform can be computed for a whole batch.
 
     Args:
         transform: A torchvision transform.
+        random: Whether random crops and flips may be replaced by ones that match in distribution only.
 
     Returns:
-        The steps in order; each is pointwise, or `Grayscale` as the first.
+        Its steps.
 
     Raises:
-        NotVectorizableError: If a step is anything else.
+        NotVectorizableError: If a step is none of those that are known.
     """
-    if _type_key(transform) in _COMPOSE:
-        steps = [step for part in transform.transforms for step in flatten_transform(part)]
-    else:
-        steps = [transform]
+    from ._geometric import as_move
+
+    steps = flatten_transform(transform)
+    pointwise: list[Any] = []
+    moves: list[Move] = []
+    changed = False
     for position, step in enumerate(steps):
         key = _type_key(step)
-        if key not in _POINTWISE and not (key in _GRAYSCALE and position == 0):
-            raise NotVectorizableError(f"the transform {_name(step)} is not a pointwise transform of torchvision")
         if getattr(step, "_forward_hooks", None) or getattr(step, "_forward_pre_hooks", None):
             raise NotVectorizableError(f"the transform {_name(step)} has forward hooks")
-    return steps
+        move = as_move(step)
+        if move is not None and (random or not move.random):
+            if changed and move.needs_stored_values:
+                raise NotVectorizableError(f"the transform {_name(step)} pads after the values were changed")
+            moves.append(move)
+        elif key in _POINTWISE or (key in _GRAYSCALE and position == 0):
+            pointwise.append(step)
+            changed = changed or key not in _KEEPING | _GRAYSCALE
+        elif move is not None:
+            raise NotVectorizableError(
+                f'the transform {_name(step)} is random (vectorize="distribution" replaces it by one that draws other '
+                "numbers)"
+            )
+        else:
+            raise NotVectorizableError(f"the transform {_name(step)} is not a pointwise transform of torchvision")
+    if not moves:
+        return Steps(pointwise=pointwise, moves=[], values=transform)
+    return Steps(pointwise=pointwise, moves=moves, values=functools.partial(_in_order, pointwise))
+
+
+def _in_order(steps: list[Any], image: Any) -> Any:
+    for step in steps:
+        image = step(image)
+    return image
 
 
 def _name(value: Any) -> str:

@@ -151,7 +151,8 @@ def as_source(
         channels_last: Turn NCHW image leaves into NHWC: 4-d leaves of a floating dtype or uint8 whose axis 1 has length
             1, 3 or 4.
         vectorize: Fast path for torch loaders over in-memory datasets: "auto" where it is exact, True raises where it
-            cannot be used, False never.
+            cannot be used, False never; "distribution" also replaces random crops and flips by ones that draw other
+            numbers from the same distribution.
         ragged: Ragged and sparse TensorFlow tensors: "error", or "pad" with zeros (ragged only) plus lengths.
         record_indices: Keep the dataset indices of each batch for `last_batch_indices` (torch loaders and arrays).
 

@@ -28,7 +28,8 @@ class SourceOptions:
     Attributes:
         channels_last: Turn NCHW image leaves into NHWC.
         vectorize: Fast path for loaders over in-memory datasets: "auto" uses it where it is exact, True raises where it
-            cannot be used, False never uses it, "distribution" is not built yet.
+            cannot be used, False never uses it, "distribution" also takes random crops and flips over whole batches,
+            which matches in distribution only.
         ragged: What to do with ragged and sparse TensorFlow tensors: "error", or "pad" with zeros plus lengths.
         record_indices: Keep the dataset indices of each batch (`Source.last_batch_indices`).
     """
@@ -39,13 +40,10 @@ class SourceOptions:
     record_indices: bool = False
 
     def __post_init__(self) -> None:
-        if self.vectorize == "distribution":
-            raise NotImplementedError(
-                'vectorize="distribution" (device versions of random crop, flip and the like, which match in '
-                'distribution only) is not built yet. Use "auto", True or False.'
+        if self.vectorize not in ("auto", "distribution", True, False):
+            raise ValueError(
+                f'vectorize must be "auto", "distribution", True or False. Received: vectorize={self.vectorize!r}'
             )
-        if self.vectorize not in ("auto", True, False):
-            raise ValueError(f'vectorize must be "auto", True or False. Received: vectorize={self.vectorize!r}')
         if self.ragged not in ("error", "pad"):
             raise ValueError(f'ragged must be "error" or "pad". Received: ragged={self.ragged!r}')
 

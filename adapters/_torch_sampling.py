@@ -77,17 +77,21 @@ class TorchLikeIndices:
         loader: A `torch.utils.data.DataLoader` with a batch sampler.
         sampler: What to draw index batches from (usually an `IndexTap` over the loader's batch sampler).
         first_pass: Whether the loader was not iterated before; persistent workers draw a seed only then.
+
+    Attributes:
+        base_seed: What torch would have seeded its workers with.
     """
 
     def __init__(self, loader: Any, sampler: Any, *, first_pass: bool) -> None:
         import torch
 
+        self.base_seed = torch.initial_seed()
         workers = loader.num_workers
         persistent = workers > 0 and loader.persistent_workers
         indices = iter(sampler)
         if first_pass or not persistent:
             # the seed of the workers, which torch draws with zero workers too
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            self.base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
             if workers > 0:
                 indices = iter(sampler)
         self._indices = indices
@@ -124,6 +128,15 @@ def capture_global() -> tuple[Any, Any, Any]:
     import torch
 
     return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+
+
+def restore_captured(states: tuple[Any, Any, Any]) -> None:
+    """Set the global generators to states from `capture_global`."""
+    import torch
+
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
 
 
 def encode_global(states: tuple[Any, Any, Any]) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from . import _torch_sampling as sampling
 from ._convert import Converter
 from ._fast_leaves import Leaf, TensorLeaf, VisionLeaf, is_stock
 from ._leaves import Array
 from ._pointwise import NotVectorizableError as NotVectorizableError
 
 _SAMPLES = 4
+_MOST_VALUES = 4_000_000  # of all outcomes of one random sample; beyond, only its form is compared
 
 
 class _Rows:
@@ -39,16 +41,16 @@ class _Rows:
         return _Rows(self.leaves, len(indices), which, rows)
 
 
-def _resolve(dataset: Any, converter: Converter, cache: dict[Any, Any]) -> _Rows:
+def _resolve(dataset: Any, converter: Converter, cache: dict[Any, Any], random: bool) -> _Rows:
     from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
     kind = type(dataset)
     if kind is TensorDataset:
         return _Rows([TensorLeaf(dataset, converter)], len(dataset))
     if is_stock(dataset):
-        return _Rows([VisionLeaf(dataset, converter, cache)], len(dataset))
+        return _Rows([VisionLeaf(dataset, converter, cache, random=random)], len(dataset))
     if kind is Subset:
-        inner = _resolve(dataset.dataset, converter, cache)
+        inner = _resolve(dataset.dataset, converter, cache, random)
         indices = np.asarray(dataset.indices)
         if len(indices) == 0:
             indices = indices.astype(np.int64)
@@ -59,7 +61,7 @@ def _resolve(dataset: Any, converter: Converter, cache: dict[Any, Any]) -> _Rows
         except IndexError:
             raise NotVectorizableError("a Subset has indices outside its dataset") from None
     if kind is ConcatDataset:
-        parts = [_resolve(part, converter, cache) for part in dataset.datasets]
+        parts = [_resolve(part, converter, cache, random) for part in dataset.datasets]
         leaves: list[Leaf] = []
         which, rows = [], []
         for part in parts:
@@ -104,10 +106,20 @@ class Plan:
                 column[mask] = values
         return columns or []
 
-    def batches(self, indices: Iterable[Any]) -> Iterator[Any]:
-        """Give a batch for each index batch of the sampler."""
+    def batches(self, indices: Iterable[Any], first: int = 0) -> Iterator[Any]:
+        """Give a batch for each index batch of the sampler.
+
+        Args:
+            indices: The index batches; `base_seed`, if they have one, seeds random transforms.
+            first: Number of the first batch in its pass.
+        """
         self._converter.refresh()
-        for index in indices:
+        random = [leaf for leaf in self._rows.leaves if isinstance(leaf, VisionLeaf) and leaf.is_random]
+        seed = getattr(indices, "base_seed", 0) & (2**64 - 1)
+        for number, index in enumerate(indices, first):
+            for leaf in random:
+                # a function of seed and batch, so that a resumed pass draws what an uninterrupted one would
+                leaf.rng = np.random.default_rng([seed, number])
             rows = np.array(index) if type(index) is list else np.asarray(index)
             if rows.ndim != 1 or rows.dtype.kind not in "iu" or len(rows) == 0:
                 yield self._one_by_one(index)
@@ -124,35 +136,59 @@ class Plan:
         return self._converter(self._loader.collate_fn(samples))
 
     def verify(self) -> None:
-        """Compare a few samples with the dataset's own.
+        """Compare a few samples with the dataset's own; random ones with everything that can become of them.
 
         Raises:
             NotVectorizableError: If one differs.
         """
         size = self._rows.size
         self._converter.refresh()
-        for index in sorted({*np.linspace(0, size - 1, _SAMPLES).astype(int).tolist()} if size else ()):
-            try:
-                slow = self._converter(self._loader.collate_fn([self._loader.dataset[index]]))
-                fast = self.gather(np.array([index]))
-            except Exception as error:  # left to the slow path, which raises it in the batch where it belongs
-                raise NotVectorizableError(f"sample {index} raises {type(error).__name__}: {error}") from error
-            same = len(slow) == len(fast) and all(
-                left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
-                for left, right in zip(slow, fast, strict=True)
-            )
-            if not same:
-                name = type(self._loader.dataset).__qualname__
-                raise NotVectorizableError(f"sample {index} differs from what {name} gives")
+        random = any(isinstance(leaf, VisionLeaf) and leaf.is_random for leaf in self._rows.leaves)
+        states = sampling.capture_global() if random else None
+        try:
+            for index in sorted({*np.linspace(0, size - 1, _SAMPLES).astype(int).tolist()} if size else ()):
+                try:
+                    slow = self._converter(self._loader.collate_fn([self._loader.dataset[index]]))
+                    fast = self.gather(np.array([index]))
+                    same = self._same_random(index, slow, fast) if random else _same(slow, fast)
+                except Exception as error:  # left to the slow path, which raises it in the batch where it belongs
+                    raise NotVectorizableError(f"sample {index} raises {type(error).__name__}: {error}") from error
+                if not same:
+                    name = type(self._loader.dataset).__qualname__
+                    raise NotVectorizableError(f"sample {index} differs from what {name} gives")
+        finally:
+            if states is not None:
+                sampling.restore_captured(states)
+
+    def _same_random(self, index: int, slow: Any, fast: list[Array]) -> bool:
+        rows = self._rows
+        leaf = rows.leaves[0 if rows.which is None else int(rows.which[index])]
+        if not isinstance(leaf, VisionLeaf):
+            return _same(slow, fast)
+        alike = [
+            part.dtype == other.dtype and part.shape == other.shape for part, other in zip(slow, fast, strict=True)
+        ]
+        if not all(alike) or not _same(slow[1:], fast[1:]):
+            return False
+        possible = leaf.outcomes(index if rows.rows is None else int(rows.rows[index]), _MOST_VALUES)
+        return possible is None or any(one.tobytes() == slow[0][0].tobytes() for one in possible)
 
 
-def make_plan(loader: Any, converter: Converter, cache: dict[Any, Any]) -> Plan:
+def _same(slow: Any, fast: list[Array]) -> bool:
+    return len(slow) == len(fast) and all(
+        left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        for left, right in zip(slow, fast, strict=True)
+    )
+
+
+def make_plan(loader: Any, converter: Converter, cache: dict[Any, Any], *, random: bool = False) -> Plan:
     """Find out whether a loader can be read by indexing arrays, and how.
 
     Args:
         loader: A torch DataLoader.
         converter: What a batch has to look like.
         cache: Kept by the caller between passes; holds the last lookup table.
+        random: Whether random crops and flips may be replaced by ones that match in distribution only.
 
     Returns:
         The plan; it sees the arrays, transforms and labels that the dataset has now.
@@ -171,6 +207,6 @@ def make_plan(loader: Any, converter: Converter, cache: dict[Any, Any]) -> Plan:
         raise NotVectorizableError(f"the collate_fn {name} is not torch's default_collate")
     if loader.worker_init_fn is not None and loader.num_workers > 0:
         raise NotVectorizableError("the worker_init_fn may change the dataset in the workers")
-    plan = Plan(loader, _resolve(loader.dataset, converter, cache), converter)
+    plan = Plan(loader, _resolve(loader.dataset, converter, cache, random), converter)
     plan.verify()
     return plan

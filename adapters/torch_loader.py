@@ -123,7 +123,7 @@ class TorchSource(Source):
         first_pass, self._passes = self._passes == 0, self._passes + 1
         if plan is not None and tap is not None:
             indices = sampling.TorchLikeIndices(loader, tap, first_pass=first_pass)
-            return BatchIterator(self, self._noting(plan.batches(indices), tap), None)
+            return BatchIterator(self, self._noting(plan.batches(indices, skip), tap), None)
         own_state = resume.get("loader") if resume is not None and skip else None
         if own_state is not None:
             loader.load_state_dict(decode_state(own_state))
@@ -153,7 +153,9 @@ class TorchSource(Source):
         from . import fast_path
 
         try:
-            return fast_path.make_plan(self.origin, self._converter(copy=True), self._fast_cache)
+            return fast_path.make_plan(
+                self.origin, self._converter(copy=True), self._fast_cache, random=wish == "distribution"
+            )
         except fast_path.NotVectorizableError as reason:
             if wish is True:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import logging
 import time
@@ -245,9 +246,142 @@ def test_a_sample_that_differs_turns_the_fast_path_off(monkeypatch: pytest.Monke
         iter(as_source(DataLoader(stock("MNIST", v1.ToTensor())), vectorize=True))
 
 
-def test_distribution_is_not_built_yet() -> None:
-    with pytest.raises(NotImplementedError, match="distribution"):
-        as_source(DataLoader(stock("MNIST", v1.ToTensor())), vectorize="distribution")
+# random transforms, in distribution only
+
+AUGMENT = v1.Compose(
+    [v1.RandomCrop(32, padding=4), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize((0.4,) * 3, (0.2, 0.3, 0.4))]
+)
+MOVES: dict[str, tuple[str, Any]] = {
+    "crop and flip": ("CIFAR10", v1.Compose([v1.RandomCrop(32, padding=1), v1.RandomHorizontalFlip(), v1.ToTensor()])),
+    "v2": (
+        "CIFAR10",
+        v2.Compose(
+            [
+                v2.RandomCrop((36, 35), padding=(1, 2, 3, 4), padding_mode="reflect"),
+                v2.RandomVerticalFlip(0.3),
+                v2.ToImage(),
+                v2.RandomHorizontalFlip(1.0),
+                v2.ToDtype(torch.float32, scale=True),
+            ]
+        ),
+    ),
+    "after the values": ("CIFAR10", v1.Compose([v1.ToTensor(), v1.RandomHorizontalFlip(), v1.RandomCrop(30)])),
+    "fill, gray": ("MNIST", v1.Compose([v1.RandomCrop((32, 30), pad_if_needed=True, fill=7), v1.ToTensor()])),
+    "channels first": ("SVHN", v1.Compose([v1.RandomCrop(24, padding=1, padding_mode="edge"), v1.ToTensor()])),
+    "gray first": ("CIFAR10", v1.Compose([v1.Grayscale(), v1.RandomHorizontalFlip(0.0), v1.ToTensor()])),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("case", MOVES)
+def test_random_samples_are_some_that_the_transform_gives(case: str, channels_last: bool) -> None:
+    name, transform = MOVES[case]
+    data = stock(name, transform)
+    loader = DataLoader(data, batch_size=7, shuffle=False)
+    fast = list(as_source(loader, vectorize="distribution", channels_last=channels_last))
+    images = np.concatenate([batch[0] for batch in fast])
+    torch.manual_seed(0)
+    for index in (0, 9, 20):
+        # what the user's own transform gives for this sample: at most 45 places, all of which come up in 500 draws
+        own = set()
+        for _ in range(500):
+            image = np.ascontiguousarray(data[index][0].numpy())
+            own.add((image.transpose(1, 2, 0) if channels_last else image).tobytes())
+        assert images[index].tobytes() in own, "an image that the transform never gives"
+    labels = np.concatenate([batch[1] for batch in fast])
+    assert labels.tolist() == [data[index][1] for index in range(N)]
+
+
+def test_crops_and_flips_are_drawn_uniformly() -> None:
+    image = np.zeros((1, 32, 32, 3), np.uint8)
+    image[0, 16, 16] = 1  # where it lands tells the crop and, by its column, the flip
+    data = stock("CIFAR10", v1.Compose([v1.RandomCrop(32, padding=4), v1.ToTensor()]), data=image.repeat(8000, 0))
+    data.targets = [0] * 8000
+    loader = DataLoader(data, batch_size=1000)
+    found = np.concatenate([batch[0][:, 0] for batch in as_source(loader, vectorize="distribution")])
+    places = np.argwhere(found > 0)
+    assert len(places) == 8000
+    counts = np.zeros((9, 9))
+    np.add.at(counts, (places[:, 1] - 12, places[:, 2] - 12), 1)
+    # chi-square with 80 degrees of freedom: 124.8 is exceeded once in a thousand seeds, and the seed is fixed
+    assert ((counts - 8000 / 81) ** 2 / (8000 / 81)).sum() < 124.8
+    data.transform = v1.Compose([v1.RandomHorizontalFlip(0.25), v1.ToTensor()])
+    found = np.concatenate([batch[0][:, 0] for batch in as_source(loader, vectorize="distribution")])
+    flipped = (np.argwhere(found > 0)[:, 2] == 15).mean()
+    assert abs(flipped - 0.25) < 4 * np.sqrt(0.25 * 0.75 / 8000)
+
+
+def test_random_batches_repeat_with_the_seed_and_differ_between_passes() -> None:
+    def epochs(seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        source = as_source(DataLoader(stock("CIFAR10", AUGMENT), batch_size=5, shuffle=True), vectorize="distribution")
+        return [[batch[0].tobytes() for batch in source] for _ in range(2)]
+
+    first = epochs(1)
+    assert first == epochs(1)
+    assert first != epochs(2)
+    assert first[0] != first[1]
+
+
+def test_a_resumed_pass_draws_what_an_uninterrupted_one_would() -> None:
+    def make() -> Any:
+        return as_source(DataLoader(stock("CIFAR10", AUGMENT), batch_size=5, shuffle=True), vectorize="distribution")
+
+    torch.manual_seed(4)
+    source = make()
+    iterator = iter(source)
+    head = [next(iterator)[0].tobytes() for _ in range(2)]
+    state = source.state_dict()
+    tail = [batch[0].tobytes() for batch in iterator]
+    torch.manual_seed(99)
+    again = make()
+    again.load_state_dict(state)
+    assert [batch[0].tobytes() for batch in again] == tail
+    assert len(head) + len(tail) == 5
+
+
+def test_choosing_the_random_path_does_not_move_the_random_streams() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    source = as_source(DataLoader(stock("CIFAR10", AUGMENT), batch_size=5), vectorize="distribution")
+    iterator = iter(source)
+    next(iterator)
+    torch.set_rng_state(before)
+    torch.empty((), dtype=torch.int64).random_()  # what a DataLoader draws at the start of a pass
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    iter(as_source(DataLoader(stock("CIFAR10", AUGMENT), batch_size=5), vectorize="distribution"))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize(
+    ("transform", "reason"),
+    [
+        (v1.Compose([v1.ColorJitter(0.1), v1.ToTensor()]), "ColorJitter"),
+        (v1.Compose([v1.ToTensor(), v1.RandomCrop(32, padding=4)]), "RandomCrop pads after the values"),
+        (v1.Compose([v1.RandomCrop(50), v1.ToTensor()]), "is larger than the padded images"),
+        (v1.Compose([v1.RandomCrop(32, padding=4, fill=(1, 2)), v1.ToTensor()]), "a crop cannot be applied"),
+    ],
+)
+def test_what_prevents_the_random_path_is_named(transform: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    source = as_source(DataLoader(stock("CIFAR10", transform), batch_size=2), vectorize="distribution")
+    with caplog.at_level(logging.INFO, logger="jaxlightning"), contextlib.suppress(Exception):
+        iter(source).close()
+    assert [record.levelname for record in caplog.records if reason in record.message] == ["INFO"]
+
+
+def test_a_centre_crop_is_exact() -> None:
+    def make() -> Any:
+        transform = v1.Compose([v1.CenterCrop((21, 20)), v1.ToTensor()])
+        return DataLoader(stock("CIFAR10", transform), batch_size=5, shuffle=True)
+
+    assert_equal(batches(make, vectorize=True), batches(make, vectorize=False))
+
+
+def test_auto_and_true_never_take_a_random_transform() -> None:
+    loader = DataLoader(stock("CIFAR10", AUGMENT), batch_size=5)
+    with pytest.raises(ValueError, match=r'RandomCrop is random .vectorize="distribution"'):
+        iter(as_source(loader, vectorize=True))
 
 
 def test_a_sampler_of_slices_is_read_as_torch_reads_it() -> None:
