@@ -297,9 +297,11 @@ class Source(abc.ABC):
 
 def describe_object(value: Any) -> str:
     """Name an object by its class and, for torch-like loaders, by its dataset's class."""
-    name = type(value).__qualname__
+    cls = type(value)
+    if cls.__name__ in ("function", "method", "builtin_function_or_method"):
+        return str(value.__qualname__)
     dataset = getattr(value, "dataset", None)
-    return name if dataset is None else f"{name} over {type(dataset).__qualname__}"
+    return cls.__qualname__ if dataset is None else f"{cls.__qualname__} over {type(dataset).__qualname__}"
 
 
 def sized_length(value: Any) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ._registry import find_factory
 from ._source import BatchIterator, Source, SourceOptions, describe_object, discard, sized_length
 
 
@@ -41,6 +42,12 @@ class IterableSource(Source):
         origin = self.origin
         if not hasattr(origin, "__iter__") and not hasattr(origin, "__getitem__") and callable(origin):
             origin = origin()
+            if isinstance(origin, Source) or find_factory(type(origin)) is not None:
+                raise TypeError(
+                    f"The function {self.describe()} returned a {type(origin).__qualname__}. Pass the loader itself: "
+                    "it makes a fresh iterator for every pass, and is read as what it is. (A hook such as "
+                    "`datamodule.train_dataloader` has to be called.)"
+                )
         return iter(origin)
 
     def _open(self, skip: int) -> BatchIterator:

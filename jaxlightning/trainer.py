@@ -33,6 +33,7 @@ from jaxlightning.trainer_flags import (
     check_barebones,
     check_clipping,
     check_pad_batches,
+    check_prefetch_batches,
     check_unbuilt,
     check_vectorize,
     defaults_from_env,
@@ -111,6 +112,8 @@ class Trainer(TrainerVerbs, TrainerProperties):
         steps_per_dispatch: How many training batches go to the device in one compiled call: 1, a number, or "auto"
             (16 where that is at least 10 % faster on the first batches). Calls never cross a log point, validation,
             checkpoint or the end of an epoch, and batches run one by one where a hook of yours runs per batch.
+        prefetch_batches: Read this many batches ahead in a background thread and send them to the accelerator; for
+            loaders that wait for files or decode images. Never beyond a `limit_*_batches`.
         log_compiles: Report every compilation at INFO.
         seed: Seed of parameters and random keys; that of `seed_everything` by default, else 0.
         auto_resume: Let the first `fit` without `ckpt_path` continue the newest checkpoint below `default_root_dir`
@@ -179,6 +182,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         vectorize: bool | str = "auto",
         pad_batches: bool | int = False,
         steps_per_dispatch: int | str = 1,
+        prefetch_batches: int = 0,
         log_compiles: bool = False,
         seed: int | None = None,
         auto_resume: bool = False,
@@ -200,6 +204,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         self._steps_per_dispatch = check_steps_per_dispatch(steps_per_dispatch)
         self._vectorize, self._pad_batches = check_vectorize(vectorize), check_pad_batches(pad_batches)
         self.auto_resume = bool(auto_resume)
+        self._prefetch_batches = check_prefetch_batches(prefetch_batches)
         self._module: Any = None
         self._engine: Any = None
         self._optimizers: list[Any] = []

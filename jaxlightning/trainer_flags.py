@@ -313,3 +313,14 @@ def check_pad_batches(value: Any) -> bool | int:
     raise ValueError(
         f"`pad_batches` must be True (the loader's batch size), False or a positive number of rows, but got {value!r}."
     )
+
+
+def check_prefetch_batches(value: Any) -> int:
+    """Check how many batches are read ahead.
+
+    Raises:
+        ValueError: For anything but an integer that is not negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"`prefetch_batches` must be 0 (off) or a positive number of batches, but got {value!r}.")
+    return value

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.loops.call import call_lightning_datamodule_hook, call_lightning_module_hook, is_overridden
+from jaxlightning.loops.prefetching import PrefetchedSource, to_device
 from jaxlightning.loops.stream import GroupedSource, SizedView
 from jaxlightning.utilities.combined_loader import CombinedLoader, as_combined_loader
 from jaxlightning.utilities.exceptions import MisconfigurationException
@@ -77,6 +78,13 @@ class Feed:
     sources: list[Any]
     inner: CombinedLoader
     lengths: list[int | float]
+
+    def set_limits(self, limits: list[int | float]) -> None:
+        """Say how many batches of each loader a pass takes; what reads ahead reads no further."""
+        self.inner.limits = list(limits)
+        for source, limit in zip(self.sources, limits, strict=True):
+            if isinstance(source, PrefetchedSource):
+                source.limit = limit
 
     def set_epoch(self, epoch: int) -> None:
         """Tell every sampler which epoch begins."""
@@ -156,6 +164,8 @@ def make_feed(
             )
         if group > 1:
             each = GroupedSource(each, group)  # type: ignore[assignment]
+        if trainer._prefetch_batches:
+            each = PrefetchedSource(each, trainer._prefetch_batches, to_device(trainer.strategy))  # type: ignore[assignment]
         check_workers(trainer, loader, each, f"{prefix}_dataloader")
         if fn != TrainerFn.FITTING:  # a fit tells its samplers at every pass
             each.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
@@ -203,11 +213,14 @@ def check_iterable(loader: object, source: LoaderSource, fn: TrainerFn) -> None:
     """
     if hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__"):
         return
+    if callable(loader) and not isinstance(loader, type):
+        return  # a function that returns the batches of a pass, such as one with `yield`
     if not source.is_hook:
         prefix = "train_" if fn == TrainerFn.FITTING else ""
         raise TypeError(
             f"An invalid dataloader was passed to `Trainer.{fn.value}({prefix}dataloaders=...)`. Found {loader}."
-            " A loader is anything that can be iterated; a list, tuple or dict is a collection of loaders."
+            " A loader is anything that can be iterated, or a function that returns such a thing for every pass; a"
+            " list, tuple or dict is a collection of loaders."
         )
     raise TypeError(
         f"An invalid dataloader was returned from `{type(source.owner).__name__}.{source.name}()`. Found {loader}."

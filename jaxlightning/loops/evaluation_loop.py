@@ -130,7 +130,7 @@ class EvaluationLoop(Loop):
         self._seen_at_start = dict(self._seen_batches)
         if trainer.state.fn == TrainerFn.FITTING:
             feed.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
-        feed.inner.limits = list(self.max_batches)
+        feed.set_limits(self.max_batches)
         profiler = trainer._active_profiler
         action = f"[_EvaluationLoop].{self._stage.dataloader_prefix}_next"
         around = None if profiler is None else lambda: profiler.profile(action)

@@ -284,7 +284,7 @@ class FitLoop(Loop):
             trainer.limit_train_batches,
             "max_size_cycle",
         )
-        feed.inner.limits = feed.lengths
+        feed.set_limits(feed.lengths)
         self.feed = feed
         self.max_batches = feed.inner.total() if feed.sources else 0
         fetched = 0

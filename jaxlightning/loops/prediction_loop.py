@@ -105,7 +105,7 @@ class PredictionLoop(Loop):
             raise RuntimeError("There are no prediction loaders; this is a mistake in jaxlightning, please report it.")
         if feed.combined.mode != "sequential":
             raise ValueError('`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.')
-        feed.inner.limits = list(self.max_batches)
+        feed.set_limits(self.max_batches)
         profiler = self.trainer._active_profiler
         around = None if profiler is None else lambda: profiler.profile("[_PredictionLoop].predict_next")
         self._stream = BatchStream(feed.inner, around)
