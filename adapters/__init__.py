@@ -12,8 +12,14 @@ from ._source import BatchIterator as BatchIterator
 from ._source import Source as Source
 from ._source import SourceOptions as SourceOptions
 from .arrays import ArrayLoader as ArrayLoader
+from .bucketing import BucketLoader as BucketLoader
+from .bucketing import bucketed as bucketed
+from .graphs import is_graphs_tuple as is_graphs_tuple
+from .graphs import pad_graphs as pad_graphs
 from .lightning_objects import combined_parts as combined_parts
 from .lightning_objects import is_lightning_datamodule as is_lightning_datamodule
+from .mapped import MappedSource as MappedSource
+from .mapped import mapped as mapped
 from .prefetch import Prefetcher as Prefetcher
 from .prefetch import prefetched as prefetched
 from .tf_data import hide_tensorflow_accelerators as hide_tensorflow_accelerators

@@ -97,7 +97,7 @@ class Crop(Move):
             raise NotVectorizableError(
                 f"RandomCrop({self.size}) is larger than the padded images of {padded.shape[1]} x {padded.shape[2]}"
             )
-        return np.lib.stride_tricks.sliding_window_view(padded, self.size, axis=(1, 2))  # type: ignore[call-overload, no-any-return]
+        return np.lib.stride_tricks.sliding_window_view(padded, self.size, axis=(1, 2))
 
     def __call__(self, images: Array, rng: np.random.Generator) -> Array:
         """Cut every image at a place of its own."""
@@ -144,7 +144,9 @@ def _pad(images: Array, widths: list[tuple[int, int]], mode: str, fill: Any) -> 
         return images
     if mode != "constant":
         every = [(0, 0), *widths, *[(0, 0)] * (images.ndim - 3)]
-        return np.pad(images, every, mode=mode)  # type: ignore[call-overload, no-any-return]
+        pad: Any = np.pad  # its stubs know literal modes only
+        padded_by_mode: Array = pad(images, every, mode=mode)
+        return padded_by_mode
     n, height, width = images.shape[:3]
     (top, bottom), (left, right) = widths
     padded = np.empty((n, top + height + bottom, left + width + right, *images.shape[3:]), images.dtype)
