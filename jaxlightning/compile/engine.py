@@ -398,10 +398,14 @@ class Engine(EngineLogs):
         if finite is not None:
             self._raise_anomaly(finite, variant, micro_step)
         if variant.info.effects is not None:
-            variant.info.effects(effects)
+            variant.info.effects(self._real_rows(effects))
         if variant.info.host is not None and env is not None:
             variant.info.host.finish(env)
         return StepOutput(variant.info.plan, values, states, variant.info.skipped, variant.info.outputs, outputs)
+
+    def _real_rows(self, arrays: Any) -> Any:
+        """What a step gives to lists, dictionaries and loggers, without rows of padding; here there are none."""
+        return arrays
 
     def _environment(self, batch_idx: int, current_epoch: int, global_step: int) -> HostEnvironment:
         """The numbers of the host in one step."""
@@ -524,7 +528,7 @@ class Engine(EngineLogs):
                 state, self._eval_acc[stage], arrays, ints, *host
             )
         if variant.info.effects is not None:
-            variant.info.effects(effects)
+            variant.info.effects(self._real_rows(effects))
         if variant.info.host is not None and env is not None:
             variant.info.host.finish(env)
         return StepOutput(variant.info.plan, values, states, False, variant.info.outputs, outputs)

@@ -3,7 +3,8 @@
 Hooks, callbacks and the logging of host values see the batch as the loader gave it. Only the compiled step sees the
 padded one, so a short last batch costs no second compilation. What honours the mask: the weight of an epoch mean
 (`metrics/_logging.py`), metric objects (`metrics/metric.py`), `self.batch_mask`, and the arrays that a step returns,
-which are cut back to the real rows. A step whose numbers would average the padding is refused.
+appends to lists or gives to a logger, which are cut back to the real rows. A step whose numbers would average the
+padding is refused.
 """
 
 from __future__ import annotations
@@ -121,15 +122,19 @@ def _odd_leaf(batch: Any, position: int, length: int, rows: int, stage: str) -> 
     )
 
 
+def _cut(arrays: Any, size: int, rows: int) -> list[Any]:
+    """The arrays with their padded rows cut off, where the first axis is the batch's."""
+    return [array[:rows] if array.ndim and array.shape[0] == size else array for array in arrays]
+
+
 class _Cut:
-    """How to rebuild a return value whose arrays have padded rows: they are cut off."""
+    """How to rebuild a return value whose arrays have padded rows."""
 
     def __init__(self, tree: Any, size: int, rows: int) -> None:
         self._tree, self._size, self._rows = tree, size, rows
 
     def rebuild(self, arrays: Any) -> Any:
-        cut = [array[: self._rows] if array.ndim and array.shape[0] == self._size else array for array in arrays]
-        return self._tree.rebuild(cut)
+        return self._tree.rebuild(_cut(arrays, self._size, self._rows))
 
 
 class PaddingEngine(Engine):
@@ -140,6 +145,7 @@ class PaddingEngine(Engine):
     """
 
     padding: BatchPadding
+    _short: tuple[int, int] | None = None
 
     def train_batch(self, batch: Any, *args: Any, **kwargs: Any) -> StepOutput:
         """See `Engine.train_batch`."""
@@ -167,8 +173,12 @@ class PaddingEngine(Engine):
         if type(batch) is PaddedBatch:  # one way of running a step calls another
             return run(batch, *args, **kwargs)
         padded, rows = self.padding(stage, dataloader_idx, batch)
-        out = run(padded, *args, **kwargs)
         size = len(padded.mask)
+        self._short = None if rows == size else (size, rows)
+        out = run(padded, *args, **kwargs)
         if rows != size and out._tree is not None:
             out._tree = _Cut(out._tree, size, rows)
         return out
+
+    def _real_rows(self, arrays: Any) -> Any:
+        return arrays if self._short is None else _cut(arrays, *self._short)

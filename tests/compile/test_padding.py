@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -78,26 +79,36 @@ def run(module: Any = None, batch_size: int = _BATCH, **options: Any) -> tuple[A
     return module, made
 
 
-@pytest.mark.parametrize("options", [{"pad_batches": True}, {"pad_batches": 40}, {"pad_batches": True, "jit": False}])
+@functools.cache
+def unpadded(batch_size: int = _BATCH, **options: Any) -> tuple[Any, Any]:
+    """The run to compare with; nobody changes it."""
+    return run(batch_size=batch_size, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pad_batches": True},
+        pytest.param({"pad_batches": 40}, marks=pytest.mark.slow),
+        pytest.param({"pad_batches": True, "jit": False}, marks=pytest.mark.slow),
+    ],
+)
 def test_padded_training_gives_the_numbers_of_unpadded_training(options: dict[str, Any]) -> None:
-    plain, one = run()
+    plain, one = unpadded()
     padded, other = run(**options)
     for name, value in one.callback_metrics.items():
         np.testing.assert_allclose(other.callback_metrics[name], value, rtol=2e-6, err_msg=name)
     for left, right in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(other.state.params), strict=True):
         np.testing.assert_allclose(left, right, rtol=2e-5, atol=1e-7)
     assert padded.seen == plain.seen, "hooks see the batches of the loader"
+    if options.get("jit", True):
+        assert one._engine.trace_counts == {"train": 2, "validate": 2}
+        assert other._engine.trace_counts == {"train": 1, "validate": 1}, "the short batch compiles nothing new"
 
 
-def test_the_last_short_batch_compiles_nothing_new() -> None:
-    _, plain = run()
-    _, padded = run(pad_batches=True)
-    assert plain._engine.trace_counts == {"train": 2, "validate": 2}
-    assert padded._engine.trace_counts == {"train": 1, "validate": 1}
-
-
+@pytest.mark.slow
 def test_several_devices_get_a_batch_that_divides() -> None:
-    _, one = run(batch_size=8, devices=4)
+    _, one = unpadded(batch_size=8, devices=4)
     _, other = run(batch_size=8, devices=4, pad_batches=True)
     assert other._engine.trace_counts == {"train": 1, "validate": 1}
     for name, value in one.callback_metrics.items():
@@ -109,11 +120,12 @@ def test_predictions_are_those_of_the_real_rows() -> None:
     found = made.predict(module, loader())
     assert [part["logits"].shape for part in found] == [(32, 3), (32, 3), (7, 3)]
     assert all(part["constant"].shape == (3,) for part in found)
-    again = trainer().predict(module, loader())
+    again = trainer().predict(unpadded()[0], loader())
     for left, right in zip(found, again, strict=True):
         np.testing.assert_allclose(left["logits"], right["logits"], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_accumulation_and_split_steps_are_padded_too() -> None:
     class Hooked(Net):
         def on_after_backward(self) -> None:
@@ -169,9 +181,8 @@ def test_metric_objects_alone_need_no_mask() -> None:
         def on_validation_batch_end(self, *_: Any) -> None:
             pass
 
-    _, plain = run(OnlyMetrics())
     _, padded = run(OnlyMetrics(), pad_batches=True)
-    np.testing.assert_allclose(padded.callback_metrics["acc"], plain.callback_metrics["acc"], rtol=1e-6)
+    np.testing.assert_allclose(padded.callback_metrics["acc"], unpadded()[1].callback_metrics["acc"], rtol=1e-6)
 
 
 class Furthest(metrics.Metric):
@@ -222,7 +233,12 @@ _METRICS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", _METRICS)
+_OFTEN = ("accuracy of pixels", "confusion of labels", "auroc of labels", "weighted mean", "r2", "own")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _OFTEN else pytest.mark.slow) for name in _METRICS]
+)
 def test_metric_objects_leave_out_the_padding(name: str) -> None:
     make, inputs = _METRICS[name]
 
@@ -247,6 +263,7 @@ def test_metric_objects_leave_out_the_padding(name: str) -> None:
     np.testing.assert_allclose(values[1], values[0], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Average", "Welford"])
 def test_metrics_of_nnx_leave_out_the_padding(kind: str) -> None:
     from flax import nnx
@@ -273,7 +290,7 @@ def test_metrics_of_nnx_leave_out_the_padding(kind: str) -> None:
 
 
 def test_without_padding_the_mask_is_all_true() -> None:
-    _, made = run()
+    _, made = unpadded()
     assert made._engine.trace_counts["train"] == 2  # the step of this module reads the mask in any case
     with pytest.raises(RuntimeError, match="belongs to the batch inside a step"):
         _ = Net().batch_mask
