@@ -223,8 +223,8 @@ def _run_stage(trainer: Trainer) -> Any:
         return trainer._evaluation_loop.run()
     if trainer.predicting:
         return trainer.predict_loop.run()
-    with isolate_rng() as states:
-        trainer._checkpoint_connector.streams_before_evaluation = states
+    with isolate_rng():
+        trainer._checkpoint_connector.before_evaluation()
         run_sanity_check(trainer)
     trainer._checkpoint_connector.restore_metrics()
     trainer.fit_loop.run()
@@ -237,6 +237,7 @@ def run_sanity_check(trainer: Trainer) -> None:
     if not trainer.enable_validation or trainer.num_sanity_val_steps <= 0 or trainer.fit_loop.continues_epoch:
         return
     stage = trainer.state.stage
+    loaded = val_loop.batch_progress.state_dict() if trainer.fit_loop.restarting else None
     connector = trainer._logger_connector
     trainer.state.stage = RunningStage.SANITY_CHECKING
     connector.reset_results("sanity_check")
@@ -247,6 +248,8 @@ def run_sanity_check(trainer: Trainer) -> None:
     connector.reset_results("sanity_check")
     connector.reset_metrics()
     val_loop.reset_progress()
+    if loaded is not None:
+        val_loop.batch_progress.load_state_dict(loaded)
     trainer.state.stage = stage
 
 

@@ -16,9 +16,10 @@ from jaxlightning.checkpoint._gather import DATAMODULE_KEYS, MODULE_KEYS, gather
 from jaxlightning.checkpoint._layout import is_remote
 from jaxlightning.checkpoint._weights import load_dictionary, load_weights_into
 from jaxlightning.checkpoint._writer import CheckpointWriter
-from jaxlightning.loggers import adopt_versions
+from jaxlightning.loggers import adopt_versions, logger_positions
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from jaxlightning.utilities.seed import collect_rng_states
 from jaxlightning.utilities.serialization import describe
 from jaxlightning.utilities.warnings import WarningCache
 
@@ -54,8 +55,8 @@ class CheckpointConnector:
         self._places: dict[str, _contents.Place] = {}
         self._stored: _io.StoredCheckpoint | None = None
         self._warnings = WarningCache()
-        #: The host's random streams before the sanity check or validation that runs; see `_gather`.
-        self.streams_before_evaluation: dict[str, Any] | None = None
+        #: Random streams and the loggers' positions before the validation that runs; see `before_evaluation`.
+        self.before: dict[str, Any] = {}
         self._training = False  # between the end of restoring and the end of `fit`: saves may go on in the background
 
     # --- which checkpoint -----------------------------------------------------------------------------------------
@@ -122,6 +123,21 @@ class CheckpointConnector:
         self.auto_resumed = True
         adopt_versions(trainer.loggers, (self._opened.body().get("metrics") or {}).get("loggers") or [])
         return str(self._opened.path)
+
+    # --- what a resume runs again ---------------------------------------------------------------------------------
+
+    def before_evaluation(self) -> None:
+        """Note what a checkpoint that is saved within the coming evaluation takes from before it.
+
+        A resume runs that evaluation again from its beginning: with the same draws, and its rows are written once.
+        """
+        self.before = {"streams": collect_rng_states(), "loggers": logger_positions(self.trainer.loggers)}
+
+    def noted(self, what: str) -> Any:
+        """What `before_evaluation` noted, if an evaluation that a resume runs again is under way."""
+        trainer = self.trainer
+        repeats = trainer.sanity_checking or trainer.fit_loop.epoch_loop._phase == "validation"
+        return self.before.get(what) if repeats else None
 
     # --- gather -----------------------------------------------------------------------------------------------------
 

@@ -91,10 +91,5 @@ def _add_training_state(trainer: Trainer, checkpoint: dict[str, Any], sections: 
     if sections.get("gradients") and trainer.fit_loop._should_accumulate():
         checkpoint["gradients"] = sections["gradients"]
     checkpoint["metrics"] = _running.collect(trainer)
-    checkpoint["rng"] = _host_rng.collect(seed=trainer.lightning_module._require_engine().seed, states=_pinned(trainer))
-
-
-def _pinned(trainer: Trainer) -> dict[str, Any] | None:
-    """The random streams as they were before an evaluation that a resume runs again from its beginning."""
-    repeats = trainer.sanity_checking or trainer.fit_loop.epoch_loop._phase == "validation"
-    return trainer._checkpoint_connector.streams_before_evaluation if repeats else None
+    streams = trainer._checkpoint_connector.noted("streams")
+    checkpoint["rng"] = _host_rng.collect(seed=trainer.lightning_module._require_engine().seed, states=streams)

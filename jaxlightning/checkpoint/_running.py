@@ -20,7 +20,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
     return {
         "train": connector.state_dict(),
         "public": connector.public_state_dict(),
-        "loggers": logger_positions(trainer.loggers),
+        "loggers": trainer._checkpoint_connector.noted("loggers") or logger_positions(trainer.loggers),
         # Whether each plateau scheduler has counted the present value of its metric already.
         "plateau_seen": [
             config.monitor is not None

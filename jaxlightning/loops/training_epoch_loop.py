@@ -19,7 +19,6 @@ from jaxlightning.loops.quiet_batches import QuietBatches
 from jaxlightning.loops.stream import END, BatchStream, LoaderError
 from jaxlightning.loops.validation_schedule import due_at_early_end, simple_interval, validation_due
 from jaxlightning.utilities.exceptions import MisconfigurationException
-from jaxlightning.utilities.seed import collect_rng_states
 from jaxlightning.utilities.states import RunningStage, TrainerFn
 
 if TYPE_CHECKING:
@@ -380,7 +379,7 @@ class TrainingEpochLoop(Loop):
     def _validate(self) -> None:
         trainer = self.trainer
         trainer._logger_connector.flush()
-        trainer._checkpoint_connector.streams_before_evaluation = collect_rng_states()
+        trainer._checkpoint_connector.before_evaluation()
         self._phase = "validation"
         trainer.validating = True
         if not self._should_accumulate():

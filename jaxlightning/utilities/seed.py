@@ -118,10 +118,10 @@ def restore_rng_states(states: dict[str, Any]) -> None:
 
 
 @contextmanager
-def isolate_rng() -> Generator[dict[str, Any], None, None]:
-    """Leave the host generators as they were, whatever is drawn inside the block; yields their states."""
+def isolate_rng() -> Generator[None, None, None]:
+    """Leave the host generators as they were, whatever is drawn inside the block."""
     states = collect_rng_states()
     try:
-        yield states
+        yield
     finally:
         restore_rng_states(states)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.resume import BATCHES, EPOCHS, INTERVALS, MODELS, compiling_once, differing, run
+from support.resume import BATCHES, EPOCHS, FURTHER, MODELS, compiling_once, differing, run
 from support.resume_data import SOURCES
 
 pytestmark = [
@@ -38,14 +38,14 @@ def _pairs() -> Iterator[object]:
             short = source == "arrays" or model == "MLP"
             marks = MARKS.get(source, []) + ([] if short else [pytest.mark.slow])
             yield pytest.param(model, source, marks=marks, id=f"{model}, {source}")
-    for model in INTERVALS:
+    for model in FURTHER:
         yield pytest.param(model, "arrays", marks=pytest.mark.slow, id=f"{model}, arrays")
 
 
 @pytest.mark.parametrize(("model", "source"), list(_pairs()))
 def test_every_stop_continues_exactly(model: str, source: str, tmp_path: Path) -> None:
     want, _ = run(tmp_path / "undisturbed", model, source)
-    saving, rows = run(tmp_path, model, source, keep=True)
+    saving, rows = run(tmp_path, model, source, keep="on_train_batch_end")
     assert differing(saving, want) == []  # saving after every batch changes nothing
     assert len(rows) == EPOCHS * BATCHES
     problems = []

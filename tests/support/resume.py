@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxlightning as pl
-from jaxlightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from jaxlightning.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from jaxlightning.loggers import CSVLogger
 from jaxlightning.optim import SGD, Adam
 from jaxlightning.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -57,8 +57,6 @@ class Classifier(pl.LightningModule):
         self.net = self.network()
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if not self.trainer.training:
-            return batch
         x, y = (np.asarray(part) for part in batch)
         noise = np.random.randn(*x.shape) * 0.1 * random.random()
         torch = sys.modules.get("torch")
@@ -109,15 +107,19 @@ class Counting(pl.Callback):
         self.batches = state["batches"]
 
 
-class KeepEveryStop(pl.Callback):
-    """After every batch: a checkpoint, and a copy of the run's directory; comes after what still acts on the batch."""
+class KeepEveryStop(Checkpoint):
+    """At every call of a hook: a checkpoint, and a copy of the run's directory.
 
-    def __init__(self, root: Path, calls: list[Any]) -> None:
+    A checkpoint callback, so that it comes last: what runs after a save in its hook is not run again after a resume.
+    """
+
+    def __init__(self, root: Path, hook: str, calls: list[Any]) -> None:
         self.root, self.calls = root, calls
         self.rows: dict[int, int] = {}
+        setattr(self, hook, self._keep)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        stop = trainer.fit_loop.total_batch_idx
+    def _keep(self, trainer: Any, *arguments: Any) -> None:
+        stop = len(self.rows)
         trainer.save_checkpoint(self.root / "run" / "stop.ckpt")
         trainer._checkpoint_connector.writer.wait()
         shutil.copytree(self.root / "run", self.root / str(stop))
@@ -129,9 +131,11 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "MLP": (Classifier, {}),
     "CNN with BatchNorm and dropout": (Convolutional, {}),
     "accumulation 3": (Classifier, {"accumulate_grad_batches": 3}),
+    "bf16-mixed": (Convolutional, {"precision": "bf16-mixed"}),
 }
-#: The same for further moments of validation; slow, on arrays only.
-INTERVALS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+#: Further configurations; slow, on arrays only.
+FURTHER: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "16-mixed": (Classifier, {"precision": "16-mixed"}),
     "validation in the epoch": (Classifier, {"val_check_interval": 2}),
     "validation in a window": (Classifier, {"val_check_interval": 2, "accumulate_grad_batches": 3}),
     "validation over epochs": (Classifier, {"val_check_interval": 3, "check_val_every_n_epoch": None}),
@@ -142,7 +146,16 @@ def rows(calls: list[Any]) -> list[Any]:
     return [(call["step"], call["metrics"]) for call in calls if call["hook"] == "log_metrics"]
 
 
-def run(root: Path, model: str, source: str, *, ckpt_path: Any = None, keep: bool = False, **more: Any) -> Any:
+def run(
+    root: Path,
+    model: str,
+    source: str,
+    *,
+    ckpt_path: Any = None,
+    keep: str | None = None,
+    stop: Any = None,
+    **more: Any,
+) -> Any:
     """Train for two epochs.
 
     Args:
@@ -150,13 +163,14 @@ def run(root: Path, model: str, source: str, *, ckpt_path: Any = None, keep: boo
         model: One of `MODELS`.
         source: One of `SOURCES`.
         ckpt_path: Where to continue.
-        keep: Whether to keep a copy after every batch.
+        keep: The hook in which to keep a copy.
+        stop: A callback that ends the run.
         **more: Further flags.
 
     Returns:
         Everything that has to be equal, and the number of rows that the loggers had at each stop.
     """
-    make, flags = {**MODELS, **INTERVALS}[model]
+    make, flags = {**MODELS, **FURTHER}[model]
     loader = SOURCES[source]()  # imports its framework, whose streams are seeded below
     home = root / "run" if keep else root
     # A process that resumes has drawn other numbers before.
@@ -165,13 +179,14 @@ def run(root: Path, model: str, source: str, *, ckpt_path: Any = None, keep: boo
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(99 if ckpt_path else 1)
     calls: list[dict[str, Any]] = []
-    module, keeping = make(), KeepEveryStop(root, calls)
+    module, keeping = make(), KeepEveryStop(root, keep or "none", calls)
     callbacks = [
         EarlyStopping("vl", patience=10),
         ModelCheckpoint(home / "top", monitor="vl", save_top_k=2, filename="{epoch}-{step}-{vl:.6f}"),
         LearningRateMonitor(),
         Counting(),
         *([keeping] if keep else []),
+        *([stop] if stop else []),
     ]
     trainer = pl.Trainer(
         default_root_dir=home,
@@ -189,7 +204,9 @@ def run(root: Path, model: str, source: str, *, ckpt_path: Any = None, keep: boo
     found = {
         **{name: state[name] for name in ("params", "variables", "optimizer_states")},
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "callbacks": _without(home, {each.state_key: each.state_dict() for each in callbacks if each is not keeping}),
+        "callbacks": _without(
+            home, {each.state_key: each.state_dict() for each in callbacks if each not in (keeping, stop)}
+        ),
         "loops": {k: v for k, v in trainer.fit_loop.state_dict().items() if "progress" in k},
         "step": (trainer.global_step, trainer.current_epoch),
         "metrics": [
