@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlightning.loops.call import call_callback_hooks, call_lightning_datamodule_hook
 from jaxlightning.utilities.exceptions import SIGTERMException
 from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from jaxlightning.utilities.run_messages import shown_messages
 from jaxlightning.utilities.states import TrainerFn, TrainerStatus
 
 if TYPE_CHECKING:
@@ -37,17 +38,18 @@ def call_and_handle_interrupt(trainer: Trainer, function: Callable[..., Any], *a
     Raises:
         SystemExit: With code 1, in place of a KeyboardInterrupt.
     """
-    try:
-        return function(*args, **kwargs)
-    except KeyboardInterrupt as exception:
-        rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
-        _shut_down(trainer, exception)
-        sys.exit(1)
-    except BaseException as exception:
-        _shut_down(trainer, exception)
-        # The teardown may still ask which stage failed.
-        trainer.state.stage = None
-        raise
+    with shown_messages():
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt as exception:
+            rank_zero_info("\nDetected KeyboardInterrupt, attempting graceful shutdown ...")
+            _shut_down(trainer, exception)
+            sys.exit(1)
+        except BaseException as exception:
+            _shut_down(trainer, exception)
+            # The teardown may still ask which stage failed.
+            trainer.state.stage = None
+            raise
 
 
 def _shut_down(trainer: Trainer, exception: BaseException) -> None:
