@@ -117,6 +117,7 @@ class Engine(EngineLogs):
         self._hyper_lists: list[list[float]] = []
         self._floats: Any = None
         self._floats_of: tuple[float, ...] = ()
+        self._floats_changed = False
         self._seed32 = int(np.array(seed % (1 << 32), np.uint32).view(np.int32))
         self._outside_calls = 0
 
@@ -248,10 +249,17 @@ class Engine(EngineLogs):
         ):
             leaves, treedef = jax.tree_util.tree_flatten(batch)
             handles = self.binding.optimizers
-            same = treedef == variant.treedef
             for handle, known in zip(handles, hyper_lists, strict=True):
-                same = same and handle.host_hyper() is known
-            if same:
+                if handle.host_hyper() is not known:  # a schedule, a plateau or a person changed something
+                    self._hyper_lists = [each.host_hyper() for each in handles]
+                    hyper = _joined((1.0, 1.0, clip[0] or 0.0), self._hyper_lists)
+                    if hyper != self._floats_of:
+                        self._set_floats(hyper)
+                    break
+            else:
+                if self._floats_changed:
+                    self._settle_floats()
+            if treedef == variant.treedef:
                 ints = np.array((self._seed32, micro_step, batch_idx, current_epoch, global_step), np.int32)
                 try:
                     self._leaves, values, states, outputs, finite, _ = variant.call(
@@ -373,6 +381,8 @@ class Engine(EngineLogs):
         if hyper != self._floats_of:
             self._set_floats(hyper)
             self._plain = None
+        elif self._floats_changed:
+            self._settle_floats()
         ints = np.array((self._seed32, micro_step, batch_idx, current_epoch, global_step), np.int32)
         variant, env, host = self._hot.get(flags), None, ()
         if variant is not None and variant.info.host is not None:
@@ -443,10 +453,17 @@ class Engine(EngineLogs):
         return variant
 
     def _set_floats(self, hyper: tuple[float, ...]) -> None:
-        dtype = float_dtype()
-        # A device array costs less per call than a numpy array, and the values rarely change.
-        self._floats = self.strategy.put(np.array(hyper, dtype))
+        values = np.array(hyper, float_dtype())
+        # A device array costs less per call than a numpy array, but to make one costs more than many calls: what
+        # changes at every step goes in as it is.
+        self._floats = values if self._floats_changed else self.strategy.put(values)
+        self._floats_changed = True
         self._floats_of = hyper
+
+    def _settle_floats(self) -> None:
+        """Puts the float inputs on the device: they stayed as they were for a step."""
+        self._floats_changed = False
+        self._floats = self.strategy.put(self._floats)
 
     def _raise_anomaly(self, finite: Any, variant: CompiledStep, micro_step: int) -> None:
         flags = np.asarray(finite)
