@@ -7,7 +7,6 @@ writes are done after each step.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,11 +53,19 @@ class HostFacts:
 
 
 class Room:
-    """How many computed integers and floats the variants of one step have room for; grows when a trace needs more."""
+    """What the variants of one step have in common; grows when a trace needs more.
+
+    Attributes:
+        integers: Room for computed integers.
+        floats: Room for computed floats.
+        valued: Texts of expressions that have to be plain numbers (the size of an array), so that each of their values
+            is compiled by itself.
+    """
 
     def __init__(self) -> None:
         self.integers = 0
         self.floats = 0
+        self.valued: set[str] = set()
 
     def grow(self, floating: bool) -> None:
         """Makes room for more numbers of one kind."""
@@ -107,6 +114,7 @@ class HostInputs:
         self.room = Room() if room is None else room
         self.guards: dict[str, Guard] = {}
         self.writes: dict[str, tuple[Callable[[Any], None], Expression]] = {}
+        self.refused: list[str] = []
         self._sizes = self.room.sizes
         self._pinned: set[str] = set()
         self._slots: tuple[dict[str, Slot], dict[str, Slot]] = ({}, {})
@@ -152,7 +160,12 @@ class HostInputs:
         """The number with this name, as an object for the user's code."""
         if not AVAILABLE:
             return self._traced.get(name, self.env[name])
-        return HostNumber(self, leaf(name), self.env[name])
+        return self._given(leaf(name), self.env[name])
+
+    def _given(self, expression: Expression, known: Any) -> Any:
+        if expression.text in self.room.valued:
+            return self.decide(expression, f"value({expression.text})", lambda value: value, pins=True)
+        return HostNumber(self, expression, known)
 
     def compute(self, text: str, function: Callable[..., Any], *operands: Any) -> Any:
         """Applies a function to host numbers and plain values.
@@ -172,11 +185,8 @@ class HostInputs:
         expression = apply(text, function, *parts)
         if all(part.text in self._pinned for part in parts if isinstance(part, Expression)):
             self._pinned.add(text)
-        elif function is operator.pow:
-            # The only operation whose type depends on the value: 2 ** 3 is an integer, 2 ** -3 is not.
-            self.decide(expression, f"type({text})", type)
         if isinstance(known, bool | int | float | np.bool_ | np.integer | np.floating):
-            return HostNumber(self, expression, known)
+            return self._given(expression, known)
         for operand in operands:
             if isinstance(operand, HostNumber):
                 hash(operand)
@@ -218,8 +228,26 @@ class HostInputs:
             raise RetraceError(f"the number `{expression.text}`", lambda _: room.grow(floating))
         slot = Slot(expression, len(slots), type(known))
         slots[expression.text] = slot
+        if not expression.fixed:  # `self.beta = 1` becomes 0.5, 2 ** -batch_idx is no integer: another variant
+            self.decide(expression, f"type({expression.text})", type)
         value = self._traced[expression.text] = _typed(vector[slot.index], known)
         return value
+
+    def settle(self, error: BaseException) -> RetraceError | None:
+        """What to do about an error of a library that was refused the value of a number: trace again, with the value.
+
+        Args:
+            error: What the step raised.
+
+        Returns:
+            The reason to trace again, None when the error has nothing to do with it.
+        """
+        if not self.refused or isinstance(error, RetraceError) or self.refused[-1] in self.room.valued:
+            return None
+        if not isinstance(error, TypeError | IndexError | ValueError | jax.errors.JAXTypeError):
+            return None
+        text, room = self.refused[-1], self.room
+        return RetraceError(f"the value of `{text}`", lambda _: room.valued.add(text))
 
     def abstract(self, known: Any) -> Any:
         """What JAX knows of a number as an array of the trace."""

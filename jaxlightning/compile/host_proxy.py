@@ -143,28 +143,39 @@ class HostNumber(_Tracer if AVAILABLE else object):  # type: ignore[misc]
     def _decide(self, text: str, function: Callable[[Any], Any], *, pins: bool = False) -> Any:
         return self._inputs.decide(self._expression, text.format(self._expression.text), function, pins=pins)
 
+    def _refused(self) -> bool:
+        """Whether a library asks, which gets a tracer's answer; remembered, for when it cannot go on with that."""
+        refused = asked_by_library(3)
+        if refused:
+            self._inputs.refused.append(self._expression.text)
+        return refused
+
+    def to_concrete_value(self) -> Any:
+        """What JAX asks before it says that it needs a concrete value."""
+        self._inputs.refused.append(self._expression.text)
+
     def __bool__(self) -> bool:
-        if asked_by_library():
+        if self._refused():
             return bool(super().__bool__())
         return bool(self._decide("bool({})", bool, pins=isinstance(self._known, bool)))
 
     def __int__(self) -> int:
-        if asked_by_library():
+        if self._refused():
             return int(super().__int__())
         return int(self._decide("int({})", int, pins=isinstance(self._known, int)))
 
     def __index__(self) -> int:
-        if asked_by_library():
+        if self._refused():
             return int(super().__index__())
         return int(self._decide("index({})", operator.index, pins=True))
 
     def __float__(self) -> float:
-        if asked_by_library():
+        if self._refused():
             return float(super().__float__())
         return float(self._decide("float({})", float, pins=True))
 
     def __complex__(self) -> complex:
-        if asked_by_library():
+        if self._refused():
             return complex(super().__complex__())
         return complex(self._decide("complex({})", complex, pins=True))
 
@@ -188,12 +199,12 @@ class HostNumber(_Tracer if AVAILABLE else object):  # type: ignore[misc]
         return str(self._decide("str({})", str, pins=True))
 
     def __hash__(self) -> int:  # type: ignore[override]
-        if asked_by_library():
+        if self._refused():
             raise TypeError(f"unhashable type: {type(self).__name__}")
         return hash(self._decide("value({})", _itself, pins=True))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        if asked_by_library():
+        if self._refused():
             return super().__array__(*args, **kwargs)
         return np.asarray(self._decide("value({})", _itself, pins=True), *args, **kwargs)
 

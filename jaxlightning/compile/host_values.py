@@ -11,6 +11,7 @@ what one attempt to trace a step collects, `guards` the choice of a variant.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,13 +46,15 @@ class Expression:
     Attributes:
         text: The expression as source, for messages; equal texts mean equal values, so it also serves as a key.
         evaluate: Its value in an environment.
+        fixed: Whether its type is the same in every step.
     """
 
-    __slots__ = ("evaluate", "text")
+    __slots__ = ("evaluate", "fixed", "text")
 
-    def __init__(self, text: str, evaluate: Callable[[HostEnvironment], Any]) -> None:
+    def __init__(self, text: str, evaluate: Callable[[HostEnvironment], Any], fixed: bool = False) -> None:
         self.text = text
         self.evaluate = evaluate
+        self.fixed = fixed
 
     def __repr__(self) -> str:
         return f"Expression({self.text})"
@@ -59,12 +62,7 @@ class Expression:
 
 def leaf(name: str) -> Expression:
     """The number with this name."""
-    return Expression(name, lambda env: env[name])
-
-
-def constant(value: Any) -> Expression:
-    """A number that never changes."""
-    return Expression(constant_text(value), lambda env: value)
+    return Expression(name, lambda env: env[name], name in BASE)
 
 
 def constant_text(value: Any) -> str:
@@ -83,21 +81,27 @@ def apply(text: str, function: Callable[..., Any], *operands: Any) -> Expression
     Returns:
         The expression.
     """
+    # 2 ** 3 is an integer and 2 ** -3 is not; of everything else the operands' types decide.
+    fixed = function is not operator.pow and all(o.fixed for o in operands if isinstance(o, Expression))
     # The common shapes without a loop: an evaluation costs a few hundred nanoseconds and happens before every step.
     if len(operands) == 1 and isinstance(operands[0], Expression):
         (only,) = operands
         inner = only.evaluate
-        return Expression(text, lambda env: function(inner(env)))
+        return Expression(text, lambda env: function(inner(env)), fixed)
     if len(operands) == 2:
         left, right = operands
         if isinstance(left, Expression) and isinstance(right, Expression):
             first, second = left.evaluate, right.evaluate
-            return Expression(text, lambda env: function(first(env), second(env)))
+            return Expression(text, lambda env: function(first(env), second(env)), fixed)
         if isinstance(left, Expression):
             first = left.evaluate
-            return Expression(text, lambda env: function(first(env), right))
+            return Expression(text, lambda env: function(first(env), right), fixed)
         if isinstance(right, Expression):
             second = right.evaluate
-            return Expression(text, lambda env: function(left, second(env)))
-    parts = [part.evaluate if isinstance(part, Expression) else constant(part).evaluate for part in operands]
-    return Expression(text, lambda env: function(*(part(env) for part in parts)))
+            return Expression(text, lambda env: function(left, second(env)), fixed)
+    parts = [part.evaluate if isinstance(part, Expression) else _always(part) for part in operands]
+    return Expression(text, lambda env: function(*(part(env) for part in parts)), fixed)
+
+
+def _always(value: Any) -> Callable[[HostEnvironment], Any]:
+    return lambda env: value

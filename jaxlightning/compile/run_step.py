@@ -137,9 +137,12 @@ def run_user_step(
                 args, kwargs = arguments(function, batch, trace.scalars)
             result = function(*args, **kwargs)
         except BaseException as error:
+            retrace = None if trace.numbers is None else trace.numbers.inputs.settle(error)
             explain(error, f"{cls.__name__}.{fx}")
             for effect in effects:
                 effect.restore()
+            if retrace is not None:
+                raise retrace from None
             raise
         finally:
             if info is not None:
