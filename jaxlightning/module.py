@@ -16,6 +16,7 @@ from jaxlightning.compile.networks import stamp_origin
 from jaxlightning.compile.paths import flatten, merge
 from jaxlightning.compile.selection import ParameterSelection
 from jaxlightning.compile.trace import Scalars, current_trace
+from jaxlightning.compile.user_code import asked_by_us
 from jaxlightning.hooks import ModuleHooks
 from jaxlightning.module_logging import ModuleLogging
 from jaxlightning.utilities.exceptions import MisconfigurationException
@@ -173,6 +174,10 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
         """
         if self._trainer is None:
             raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`.")
+        trace = current_trace()
+        if trace is not None and trace.view is not None and not asked_by_us():
+            view: Trainer = trace.view
+            return view
         return self._trainer
 
     @trainer.setter

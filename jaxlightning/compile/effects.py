@@ -90,12 +90,22 @@ class ReadRecorder:
 
     def __init__(self) -> None:
         self.reads: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self.keys: dict[tuple[int, str], str] = {}
 
-    def record(self, module: Any, name: str, value: Any) -> None:
-        """Remembers a read; only the first of each name counts."""
-        key = (id(module), name)
-        if key not in self.reads:
-            self.reads[key] = (module, snapshot_value(value))
+    def record(self, module: Any, name: str, value: Any, key: str | None = None) -> None:
+        """Remembers a read; only the first of each name counts.
+
+        Args:
+            module: The module, or an object beside it.
+            name: The attribute.
+            value: What it held.
+            key: How the user reaches it, where that is not `self.<name>`.
+        """
+        place = (id(module), name)
+        if place not in self.reads:
+            self.reads[place] = (module, snapshot_value(value))
+            if key is not None:
+                self.keys[place] = key
 
     def record_missing(self, module: Any, name: str) -> None:
         """Remembers that there was no such attribute."""

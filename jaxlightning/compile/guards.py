@@ -43,6 +43,11 @@ class Guard:
     outcome: Any
     where: str = ""
 
+    @property
+    def decides(self) -> bool:
+        """Whether it is a decision of the user's code, and not a check of a number's type."""
+        return not self.expression.text.startswith("type(")
+
     def __str__(self) -> str:
         return f"{self.expression.text} is {self.outcome!r}" + (f" ({self.where})" if self.where else "")
 

@@ -7,6 +7,7 @@ without compilation. A number that only hooks change enters the step the same wa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.compile.host_proxy import AVAILABLE, HostNumber
@@ -15,7 +16,7 @@ from jaxlightning.compile.trace import RetraceError, current_trace
 from jaxlightning.compile.user_code import user_line
 
 if TYPE_CHECKING:
-    from jaxlightning.compile.effects import OwnerTracer
+    from jaxlightning.compile.effects import OwnerTracer, ReadRecorder
     from jaxlightning.compile.host_inputs import HostInputs
 
 __all__ = ["HostAttributes"]
@@ -36,6 +37,7 @@ class HostAttributes:
         self.inputs = inputs
         self.silent = silent
         self._written: set[str] = set()
+        self._given: dict[str, Any] = {}
         if not silent:
             inputs.writes.clear()
 
@@ -107,13 +109,88 @@ class HostAttributes:
         if facts.numbers.get(key) not in ("made", "written"):
             owned = owner.owner
             raise RetraceError(f"the number `{key}`", lambda all_facts: all_facts.host.learn(key, why, owned, name))
-        expression = value._expression if isinstance(value, HostNumber) else Expression(repr(value), lambda env: value)
         self._register(key, owner, name)
         self._written.add(key)
         if not self.silent:
             held = owner.owner.__dict__
-            self.inputs.writes[key] = (lambda number: held.__setitem__(name, number), expression)
+            self.inputs.writes[key] = (lambda number: held.__setitem__(name, number), _expression(value))
         return True
+
+    # --- beside the module: trainer, datamodule, learning rates ---------------------------------------------------
+
+    def source(self, key: str, value: Any, read: Callable[[], Any]) -> Any:
+        """A number that is read anew before each step.
+
+        Args:
+            key: How the user reaches it.
+            value: Its value in the step being traced.
+            read: Reads it.
+        """
+        self.inputs.facts.sources[key] = read
+        self.inputs.env[key] = value
+        return self.inputs.number(key) if AVAILABLE else value
+
+    def flag(self, key: str, value: Any, read: Callable[[], Any]) -> Any:
+        """Something hashable by which the step may decide: each of its values is compiled by itself."""
+        self.inputs.facts.sources[key] = read
+        self.inputs.env[key] = value
+        return self.inputs.decide(leaf(key), f"value({key})", lambda found: found, pins=True)
+
+    def assign(self, key: str, value: Any, setter: Callable[[Any], None]) -> None:
+        """Repeats an assignment after each step.
+
+        Args:
+            key: What is assigned.
+            value: A `HostNumber`, or a plain value.
+            setter: Assigns it.
+        """
+        trace = current_trace()
+        if trace is not None and not self.silent:
+            trace.require_own_level(f"The assignment of `{key}` at {user_line()}", "assign it outside of the function")
+        self._given[key] = value
+        if not self.silent:
+            self.inputs.writes[key] = (setter, _expression(value))
+
+    def written_value(self, key: str, default: Any) -> Any:
+        """What this run of the step assigned, `default` when it did not."""
+        return self._given.get(key, default)
+
+    def read_beside(self, key: str, recorder: ReadRecorder, target: Any, name: str, value: Any) -> Any:
+        """What the step sees of an attribute of an object that is no module: a constant that is watched.
+
+        Args:
+            key: How the user reaches it.
+            recorder: Remembers constants.
+            target: The object.
+            name: The attribute.
+            value: What it holds.
+        """
+        facts = self.inputs.facts
+        if key in facts.numbers and AVAILABLE:
+            if type(value) in _NUMBERS:
+                return self.source(key, value, lambda: getattr(target, name))
+            return self.flag(key, value, lambda: getattr(target, name))
+        recorder.record(target, name, value, key)
+        return value
+
+    def hear(self, owner: Any, name: str, value: Any, read: Callable[[], Any] | None) -> Any:
+        """What the user's code sees of a learning rate and its like; refuses to set one inside a step."""
+        what = f"param_groups[...][{name!r}]" if isinstance(owner, dict) else f"{type(owner).__name__}.{name}()"
+        if read is None:
+            raise RuntimeError(
+                f"The step sets `{what}` at {user_line()}. The step is compiled: it would be set once, while the step "
+                "is traced. Set it in a hook such as `on_train_batch_start`, or use a learning-rate scheduler."
+            )
+        names = self.inputs.facts.names
+        number = names.setdefault(id(owner), (len(names), owner))[0]
+        key = f"{what}#{number}"
+        if isinstance(value, bool | str | type(None)):
+            return self.flag(key, value, read)
+        if isinstance(value, int | float):
+            return self.source(key, value, read)
+        if isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value):
+            return type(value)(self.source(f"{key}[{i}]", item, _item(read, i)) for i, item in enumerate(value))
+        return value
 
     def _presence(self, key: str, owner: OwnerTracer, name: str, present: bool) -> None:
         owned = owner.owner
@@ -136,6 +213,16 @@ class HostAttributes:
 
 def _key(owner: OwnerTracer, name: str) -> str:
     return f"self.{owner.prefix}{name}"
+
+
+def _item(read: Callable[[], Any], index: int) -> Callable[[], Any]:
+    return lambda: read()[index]
+
+
+def _expression(value: Any) -> Expression:
+    if isinstance(value, HostNumber):
+        return value._expression
+    return Expression(repr(value), lambda env: value, fixed=True)
 
 
 def _shown(value: Any) -> str:

@@ -32,12 +32,14 @@ class HostFacts:
             seen to change (`"changed"`), by name: `"self.count"`.
         fresh: What was learnt since the engine looked last: module and attribute. A variant that took such an attribute
             for a constant is out of date.
+        names: Objects beside the module that steps read, by identity, with a number for messages.
     """
 
     def __init__(self) -> None:
         self.sources: dict[str, Callable[[], Any]] = {}
         self.numbers: dict[str, str] = {}
         self.fresh: list[tuple[Any, str]] = []
+        self.names: dict[int, tuple[int, Any]] = {}
 
     def learn(self, key: str, why: str, owner: Any, name: str) -> None:
         """Takes note of a number of the host.

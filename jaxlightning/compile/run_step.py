@@ -6,6 +6,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,12 @@ from jaxlightning.compile.batch_mask import PaddedBatch, refuse_unmasked
 from jaxlightning.compile.effects import OwnerTracer, ReadRecorder, SideEffects, refuse_writes, tracing_class
 from jaxlightning.compile.explain import explain
 from jaxlightning.compile.host_inputs import HostInputs
+from jaxlightning.compile.host_trainer import TrainerView
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.outputs import OutputTree, is_array
 from jaxlightning.compile.replay import HostEffects
 from jaxlightning.compile.trace import Scalars, Trace, activate, trace_level
+from jaxlightning.optim._observed import listening
 
 if TYPE_CHECKING:
     from jaxlightning.compile.binding import Binding
@@ -121,7 +124,10 @@ def run_user_step(
     tracers: list[OwnerTracer | None] = [None for _ in owners]
     if info is not None:
         tracers = [OwnerTracer(owner, prefix, trace, info.reads) for prefix, owner in owners.items()]
-    with activate(trace), binding.bound(trace):
+    numbers, trainer = trace.numbers, module.__dict__.get("_trainer")
+    if numbers is not None and trainer is not None and info is not None:
+        trace.view = TrainerView(trainer, module, numbers, info.reads)
+    with activate(trace), binding.bound(trace), nullcontext() if numbers is None else listening(numbers.hear):
         if info is not None:
             for (owner, kind), tracer in zip(classes, tracers, strict=True):
                 owner.__dict__["_tracer"] = tracer

@@ -108,6 +108,7 @@ class Trace:
             attributes (`jit=False`).
         replays: Calls and changes that are repeated on the host after each step, in order.
         numbers: Numbers on the module that the step reads and writes; None where they are plain attributes.
+        view: What `self.trainer` is for the user's code; None for the trainer itself.
         mask: Which rows of the batch are real, bool of shape [rows]; None when batches are not padded.
         mask_read: Whether the step looked at the mask.
         unmasked: Metric objects that were given something else than rows of the batch.
@@ -135,6 +136,7 @@ class Trace:
     attributes: TracedAttributes | None = None
     replays: list[Replay] = field(default_factory=list)
     numbers: HostAttributes | None = None
+    view: Any = None
 
     def add_log(self, meta: LogMeta, value: Any, weight: Any = None) -> None:
         """Records one call of `self.log`; `value` is a 0-d array or number, `weight` None means one."""

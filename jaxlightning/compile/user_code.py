@@ -6,9 +6,18 @@ import os
 import sys
 from types import FrameType
 
-__all__ = ["user_line"]
+__all__ = ["asked_by_us", "user_line"]
 
 _OWN = frozenset({"jaxlightning", "jax", "jaxlib", "flax", "optax", "contextlib", "functools", "copy", "collections"})
+
+
+def asked_by_us() -> bool:
+    """Whether the code that reads a property of the module belongs to this package; called by the property."""
+    frame: FrameType | None = sys._getframe(2)
+    # In a trace attributes of the module are looked up by the tracing class.
+    while frame is not None and frame.f_globals.get("__name__") == "jaxlightning.compile.effects":
+        frame = frame.f_back
+    return frame is None or str(frame.f_globals.get("__name__", "")).partition(".")[0] == "jaxlightning"
 
 
 def user_line() -> str:

@@ -180,7 +180,8 @@ class Variants:
             for variant in group.variants():
                 changed = variant.info.reads.changed()
                 for owner, name, old, new in changed:
-                    key = f"self.{prefixes.get(id(owner), '')}{name}"
+                    key = variant.info.reads.keys.get((id(owner), name))
+                    key = f"self.{prefixes.get(id(owner), '')}{name}" if key is None else key
                     dropped.setdefault(variant.kind, {})[key] = None
                     if is_simple(old) and is_simple(new):
                         # From now on it is looked at before each step; another change compiles nothing, or once for
@@ -434,10 +435,11 @@ class Variants:
             key[-1] if len(key) > 1 else "-",
         )  # fmt: skip
         host = variant.info.host
-        if host is not None and host.guards:
+        decisions = [] if host is None else [str(guard) for guard in host.guards.values() if guard.decides]
+        if decisions:
             _log.info(
                 "%s: this variant of the %s step is for the steps in which %s.",
-                self.owner, variant.kind, "; ".join(str(guard) for guard in host.guards.values()),
+                self.owner, variant.kind, "; ".join(decisions),
             )  # fmt: skip
 
 

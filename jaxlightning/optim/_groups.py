@@ -11,6 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from jaxlightning.optim._observed import listener
+
 
 @runtime_checkable
 class Selection(Protocol):
@@ -121,7 +123,21 @@ class ParamGroup(dict[str, Any]):
         super().__init__(values)
         self._on_change = on_change
 
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        listen = listener()
+        return value if listen is None else listen(self, key, value, lambda: dict.__getitem__(self, key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, `default` without one."""
+        value = super().get(key, default)
+        listen = listener() if key in self else None
+        return value if listen is None else listen(self, key, value, lambda: dict.__getitem__(self, key))
+
     def __setitem__(self, key: str, value: Any) -> None:
+        listen = listener()
+        if listen is not None:
+            listen(self, key, value, None)
         super().__setitem__(key, self._on_change(self, key, value))
 
     def update(self, *args: Any, **kwargs: Any) -> None:

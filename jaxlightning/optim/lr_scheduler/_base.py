@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from jaxlightning.optim._closures import find_injections
 from jaxlightning.optim._handle import OptimizerHandle
+from jaxlightning.optim._observed import listener
 from jaxlightning.optim._optax_handle import OptaxOptimizer, handle_for, is_transformation
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.rank_zero import rank_zero_warn
@@ -94,7 +95,8 @@ class LRScheduler:
 
     def get_last_lr(self) -> list[float]:
         """The learning rates that the last step set."""
-        return self._last_lr
+        listen = listener()
+        return self._last_lr if listen is None else listen(self, "get_last_lr", self._last_lr, lambda: self._last_lr)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the optimizer, JSON-able unless a sub-class keeps other things."""
