@@ -21,6 +21,7 @@ from jaxlightning.loops.data_connector import DataConnector
 from jaxlightning.loops.evaluation_loop import EvaluationLoop
 from jaxlightning.loops.fit_loop import FitLoop
 from jaxlightning.loops.interrupts import SignalConnector
+from jaxlightning.loops.nonfinite import NonfiniteWatch
 from jaxlightning.loops.prediction_loop import PredictionLoop
 from jaxlightning.metrics import LoggerConnector
 from jaxlightning.optim._nonfinite import check_mode
@@ -210,6 +211,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         self._optimizers: list[Any] = []
         self._lr_scheduler_configs: list[Any] = []
         self._plateau_seen: dict[int, Any] = {}
+        self._nonfinite_watch: NonfiniteWatch | None = None
         self._warnings = WarningCache()
         self.datamodule: Any = None
         self.should_stop = False

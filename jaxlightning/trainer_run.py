@@ -16,6 +16,7 @@ from jaxlightning.loops.call import (
     is_overridden,
 )
 from jaxlightning.loops.checks import verify_loop_configuration
+from jaxlightning.loops.nonfinite import NonfiniteWatch
 from jaxlightning.trainer_callbacks import attach_model_callbacks
 from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from jaxlightning.utilities.seed import isolate_rng
@@ -216,6 +217,8 @@ def _configure_optimizers(trainer: Trainer) -> None:
     trainer._lr_scheduler_configs = list(setup.schedulers)
     trainer._plateau_seen = {}
     trainer._engine.set_optimizers(trainer._optimizers)
+    mode = trainer.on_nonfinite
+    trainer._nonfinite_watch = None if mode is None else NonfiniteWatch(trainer._engine, mode)
 
 
 def _run_stage(trainer: Trainer) -> Any:

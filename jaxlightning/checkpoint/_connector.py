@@ -374,6 +374,8 @@ class CheckpointConnector:
                     "skipped": scaler.get("skipped", 0),
                 }
             )
+        if self._loaded.get("nonfinite_updates"):
+            engine.load_nonfinite(self._loaded["nonfinite_updates"])
         if self._loaded.get("gradients") and trainer.fit_loop.continues_epoch:
             engine.load_gradients(self._loaded["gradients"])
         for config, saved in zip(trainer.lr_scheduler_configs, self._loaded["lr_schedulers"], strict=False):

@@ -88,6 +88,8 @@ def _add_training_state(trainer: Trainer, checkpoint: dict[str, Any], sections: 
             "_growth_tracker": int(scaler["growth_tracker"]),
             "skipped": int(scaler["skipped"]),
         }
+    if sections.get("nonfinite") is not None:
+        checkpoint["nonfinite_updates"] = {name: int(value) for name, value in sections["nonfinite"].items()}
     if sections.get("gradients") and trainer.fit_loop._should_accumulate():
         checkpoint["gradients"] = sections["gradients"]
     checkpoint["metrics"] = _running.collect(trainer)

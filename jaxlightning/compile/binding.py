@@ -74,6 +74,11 @@ class Binding:
         self.on_nonfinite: str | None = None
         self._wrappers: dict[int, LinenNetwork] = {}
 
+    @property
+    def skips_updates(self) -> bool:
+        """Whether the compiled step may leave an update out."""
+        return self.precision.scaler is not None or self.on_nonfinite in ("skip", "raise")
+
     def attach(self) -> None:
         """Wraps every network found in the module's attributes; safe to call again after new ones were assigned."""
         nnx_modules: dict[str, Any] = {}

@@ -144,6 +144,7 @@ class Engine(EngineLogs):
         self.reset_optimizer_states()
         for handle in self.binding.optimizers:
             handle.bind(get_state=functools.partial(self.opt_state_live, handle))
+            handle._get_skipped = self.skipped_updates if self.binding.skips_updates else None
         self._forget(keep_evaluation=True)
 
     def modes_changed(self) -> None:

@@ -341,6 +341,7 @@ class EngineState:
             else list(self._pending_optimizers),
             "gradients": None if state.grads is None else _to_host(state.grads),
             "scaler": None if state.scaler is None else _to_host(state.scaler._asdict()),
+            "nonfinite": None if state.nonfinite is None else _to_host(state.nonfinite._asdict()),
             "accumulators": {} if state.acc is None else {"train": _to_host(state.acc)},
         }
 
@@ -392,10 +393,26 @@ class EngineState:
     def skipped_updates(self) -> int:
         """How many updates were left out so far because they were not finite; reads the device."""
         state = self.tree
-        counts = [] if state.scaler is None else [state.scaler.skipped]
-        if state.nonfinite is not None and self.binding.on_nonfinite in ("skip", "raise"):
-            counts.append(state.nonfinite.count)
-        return sum(int(count) for count in counts)
+        if state.scaler is not None:
+            return int(state.scaler.skipped)
+        return int(state.nonfinite.count) if self.binding.skips_updates else 0
+
+    def nonfinite_counts(self) -> Any:
+        """A copy of the counts of updates that were not finite, int32 [count, number of the last]; None without."""
+        counts = self.tree.nonfinite
+        return None if counts is None else jnp.stack([counts.count, counts.last])
+
+    def nonfinite_counts_now(self) -> tuple[int, int]:
+        """The same as numbers; reads the device."""
+        counts = self.tree.nonfinite
+        return (0, -1) if counts is None else (int(counts.count), int(counts.last))
+
+    def load_nonfinite(self, saved: Mapping[str, Any]) -> None:
+        """Restores the counts of updates that were not finite, where they are counted."""
+        state = self.tree
+        if state.nonfinite is not None:
+            fresh = {name: jnp.asarray(saved[name], jnp.int32) for name in state.nonfinite._fields}
+            self._set_tree(state.replace(nonfinite=self.strategy.put(type(state.nonfinite)(**fresh))))
 
     def load_gradients(self, gradients: Mapping[str, Any]) -> None:
         """Restores the gradients of an accumulation window that is under way.

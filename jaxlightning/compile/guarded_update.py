@@ -56,7 +56,9 @@ def guarded_update(binding: Binding, before: TrainState, after: TrainState, grad
     checked = [item for item in (None if scaler is not None else grads, loss) if item is not None]
     if mode is not None and checked:
         new, counts, _ = guard(mode, counts, checked, new, old)
-    new, scale = finish_update(scaler, before.scaler, grads, new, old)
+    # What the mode leaves out counts as left out by the scale as well, so that each is counted once.
+    judged = (grads, loss) if mode in ("skip", "raise") and loss is not None else grads
+    new, scale = finish_update(scaler, before.scaler, judged, new, old)
     params, opt_state = new
     return after.replace(params=params, opt_state=opt_state, scaler=scale, nonfinite=counts)
 

@@ -221,6 +221,8 @@ class FitLoop(Loop):
     def _end_epoch(self) -> None:
         trainer, connector = self.trainer, self.trainer._logger_connector
         connector.epoch_end_reached("train")
+        if trainer._nonfinite_watch is not None:
+            trainer._nonfinite_watch.finish()
         self.epoch_progress.increment_processed()
         # Callbacks that watch a metric run last: it may be logged in the module's hook.
         call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)

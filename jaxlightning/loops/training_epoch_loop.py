@@ -186,6 +186,8 @@ class TrainingEpochLoop(Loop):
         train_step, train_batch = engine.train_step, engine.train_batch
         fetch, sized, queue = stream.fetch, stream.length is not None, connector._queue
         update_metrics, every_batch = connector.update_train_step_metrics, bool(trainer.fast_dev_run)
+        if trainer._nonfinite_watch is not None:
+            update_metrics = trainer._nonfinite_watch.after(update_metrics)
         # Entered anew after each validation; between two batches of one epoch nobody else takes its place.
         results = None
         quiet = QuietBatches.of(self, stream, clip)

@@ -53,6 +53,7 @@ class OptimizerHandle:
         self._zero_grad: Callable[[], None] | None = None
         self._get_state: Callable[[], Any] | None = None
         self._toggle: Callable[[OptimizerHandle, bool], None] | None = None
+        self._get_skipped: Callable[[], int] | None = None  # updates left out on the device; reads it
 
     # --- for the engine -----------------------------------------------------------------------------------------
 

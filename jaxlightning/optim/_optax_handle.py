@@ -248,7 +248,8 @@ class OptaxOptimizer(OptimizerHandle):
             opt_state = self._get_state()
         if isinstance(opt_state, optax.MultiStepsState):
             return int(opt_state.gradient_step)
-        return self.updates
+        # An update that was left out did not move the state, whose count the schedules follow.
+        return self.updates - (0 if self._get_skipped is None else self._get_skipped())
 
     def has_number(self, index: int, key: str) -> bool:
         """Whether a hyper-parameter can be set from the host."""
