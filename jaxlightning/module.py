@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlightning.compile.batch_mask import BatchMask
 from jaxlightning.compile.effects import INTERNAL, has_networks
+from jaxlightning.compile.freezing import Decision, decide, patterns_of
 from jaxlightning.compile.networks import stamp_origin
 from jaxlightning.compile.paths import flatten, merge
-from jaxlightning.compile.selection import ParameterSelection
+from jaxlightning.compile.selection import ParameterSelection, TrainableSelection
 from jaxlightning.compile.trace import Scalars, current_trace
 from jaxlightning.compile.user_code import asked_by_us
 from jaxlightning.hooks import ModuleHooks
@@ -252,27 +253,44 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
         """Puts the module and its networks in evaluation mode."""
         return self.train(False)
 
-    def freeze(self) -> None:
-        """Not built yet.
+    def freeze(self, *networks: Any) -> None:
+        """Freezes all parameters and goes into evaluation mode.
 
-        Raises:
-            NotImplementedError: Always.
+        A frozen parameter is not differentiated; an optimizer changes neither it nor its part of the state.
+
+        Args:
+            *networks: Freeze only these: networks such as `self.encoder` (the way for NNX, whose objects have no
+                `freeze` of their own), path patterns such as `"encoder/Dense_0"`, or selections.
         """
-        raise NotImplementedError("`freeze()` is not built yet. Give the optimizer only what is to be trained.")
+        self._freeze(networks, True)
 
-    def unfreeze(self) -> None:
-        """Not built yet.
+    def unfreeze(self, *networks: Any) -> None:
+        """Lets all parameters (or those of `networks`, see `freeze`) be trained again, in training mode."""
+        self._freeze(networks, False)
 
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError("`unfreeze()` is not built yet. Give the optimizer only what is to be trained.")
+    def _freeze(self, networks: tuple[Any, ...], frozen: bool) -> None:
+        patterns = patterns_of(self, networks) if networks else ("*",)
+        decide(self, Decision(patterns=patterns, frozen=frozen, mode=not frozen))
+        if not networks:
+            self.train(not frozen)
+        elif self._engine is not None:
+            self._engine.binding.set_network_modes(patterns, not frozen)
+            self._engine.modes_changed()
 
     # --- optimizers -----------------------------------------------------------------------------------------------
 
-    def parameters(self) -> ParameterSelection:
-        """A lazy selection of all parameters, for an optimizer in `configure_optimizers`."""
-        return ParameterSelection(("*",), lambda: None if self._engine is None else self._engine.flat_params())
+    def parameters(self, *, requires_grad: bool | None = None) -> ParameterSelection:
+        """A lazy selection of parameters, for an optimizer in `configure_optimizers`.
+
+        Args:
+            requires_grad: True for those only that are not frozen now: what
+                `filter(lambda p: p.requires_grad, self.parameters())` is in torch. False for the frozen ones.
+
+        Returns:
+            The selection.
+        """
+        selection = ParameterSelection(("*",), lambda: None if self._engine is None else self._engine.flat_params())
+        return selection if requires_grad is None else TrainableSelection(self, selection, requires_grad)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer of the run, or the list of them.

@@ -4,6 +4,8 @@ from jaxlightning.callbacks.callback import Callback as Callback
 from jaxlightning.callbacks.checkpoint import Checkpoint as Checkpoint
 from jaxlightning.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from jaxlightning.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
+from jaxlightning.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+from jaxlightning.callbacks.finetuning import BaseFinetuning as BaseFinetuning
 from jaxlightning.callbacks.gradient_accumulation_scheduler import (
     GradientAccumulationScheduler as GradientAccumulationScheduler,
 )

@@ -177,7 +177,11 @@ def summarize(
         leaves = dict(_leaves(network.params or {}, (network.name,)))
         total += sum(map(_count, leaves.values()))
         size += sum(map(_bytes, leaves.values()))
-        trainable += sum(_count(leaf) for path, leaf in leaves.items() if _is_owned("/".join(path), optimizers))
+        trainable += sum(
+            _count(leaf)
+            for path, leaf in leaves.items()
+            if _is_owned("/".join(path), optimizers) and not engine.is_frozen("/".join(path))
+        )
         for collection, tree in (network.variables or {}).items():
             number = sum(_count(leaf) for _, leaf in _leaves({"": tree}, ()))
             variables[collection] = variables.get(collection, 0) + number

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.compile.effects import INTERNAL
+from jaxlightning.compile.freezing import decisions_of, initial_mode
 from jaxlightning.compile.networks import LinenNetwork, is_linen, is_nnx, rebuild, walk
 from jaxlightning.compile.nnx_networks import NnxGroup
+from jaxlightning.compile.owners import owners_of
 from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.trace import Trace
-from jaxlightning.hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from jaxlightning.compile.engine import Engine
@@ -30,26 +32,6 @@ class _InOrder:
 
     def __call__(self, network: Any) -> Any:
         return self._wrap(network, next(self._paths))
-
-
-def _owners(module: Any) -> dict[str, Any]:
-    """The module under `""` and the Lightning modules among its attributes under their paths, ending with a dot."""
-    found: dict[str, Any] = {}
-
-    def visit(owner: Any, prefix: str) -> None:
-        if any(owner is known for known in found.values()):
-            return
-        found[prefix] = owner
-        for name, value in owner.__dict__.items():
-            if name in INTERNAL or name.startswith(("__", "_hparams")):
-                continue
-            items = enumerate(value) if isinstance(value, list | tuple) else [(None, value)]
-            for index, item in items:
-                if isinstance(item, ModuleHooks):
-                    visit(item, f"{prefix}{name}." if index is None else f"{prefix}{name}.{index}.")
-
-    visit(module, "")
-    return found
 
 
 class Binding:
@@ -82,13 +64,22 @@ class Binding:
     def attach(self) -> None:
         """Wraps every network found in the module's attributes; safe to call again after new ones were assigned."""
         nnx_modules: dict[str, Any] = {}
-        self.owners = _owners(self.module)
+        self.owners = owners_of(self.module)
         for prefix, owner in self.owners.items():
             self._attach_owner(owner, prefix, nnx_modules)
         if nnx_modules and (self.nnx is None or list(self.nnx.modules) != list(nnx_modules)):
             self.nnx = NnxGroup(nnx_modules)
             for name in nnx_modules:
-                self.nnx_training.setdefault(name, bool(self.module.__dict__.get("training", True)))
+                self.nnx_training.setdefault(name, self._first_mode(name))
+
+    def _first_mode(self, path: str) -> bool:
+        training = bool(self.module.__dict__.get("training", True))
+        return initial_mode(decisions_of(self.owners), path, training)
+
+    @property
+    def freezing_key(self) -> tuple[Any, ...]:
+        """What the decisions of `freeze` and `unfreeze` are, as a hashable value."""
+        return decisions_of(self.owners)
 
     def _attach_owner(self, owner: Any, prefix: str, nnx_modules: dict[str, Any]) -> None:
         """Wraps the networks of the module or of one of its child modules."""
@@ -131,7 +122,7 @@ class Binding:
             path,
         )
         wrapper = LinenNetwork(network, path, self.engine, init_path)
-        wrapper.training = bool(self.module.__dict__.get("training", True))
+        wrapper.training = self._first_mode(path)
         self._wrappers[id(network)] = wrapper
         self.linen[path] = wrapper
         return wrapper
@@ -170,6 +161,15 @@ class Binding:
             network.training = training
         for name in self.nnx_training:
             self.nnx_training[name] = training
+
+    def set_network_modes(self, patterns: tuple[str, ...], training: bool) -> None:
+        """Sets the mode of the networks that are meant as a whole by path patterns."""
+        for path in self.names:
+            if any(pattern == path or fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
+                if path in self.linen:
+                    self.linen[path].training = training
+                else:
+                    self.nnx_training[path] = training
 
     def modes(self) -> dict[str, bool]:
         """The mode of each network."""

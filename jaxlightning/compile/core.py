@@ -18,14 +18,15 @@ import optax
 from jaxlightning.compile import packing, precision
 from jaxlightning.compile.attributes import TracedAttributes
 from jaxlightning.compile.effects import SideEffects, as_it_was
+from jaxlightning.compile.freezing import Frozen, frozen_of, keep_frozen, keep_statistics, without_frozen
 from jaxlightning.compile.guarded_update import device_logs, guarded_update
 from jaxlightning.compile.host_attributes import HostAttributes
-from jaxlightning.compile.paths import merge, select
+from jaxlightning.compile.paths import flatten, merge, select
 from jaxlightning.compile.replay import HostEffects
 from jaxlightning.compile.run_step import OutputTree, StepInfo, is_array, run_user_step, step_key
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import LogEntry, Scalars, Trace
-from jaxlightning.optim import clip_gradients
+from jaxlightning.optim import Optimizer, clip_gradients
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
@@ -273,12 +274,18 @@ def update(
             "train. Put the networks on `self` in `__init__` and call them in the step."
         )
     params, states = state.params, []
+    frozen = frozen_of(binding, state.params, state.variables)
     for handle, opt_state, values in zip(binding.optimizers, state.opt_state, hyper, strict=True):
         own = binding.owned_by(handle)
         mine = params if own is None else select(params, own)
         own_grads = grads if own is None else select(grads, own)
-        updates, opt_state = handle.update(own_grads, opt_state, mine, values, **extra)
-        mine = optax.apply_updates(mine, updates)
+        updates, new_state = handle.update(own_grads, opt_state, mine, values, **extra)
+        updated = optax.apply_updates(mine, updates)
+        if frozen is not None:
+            updated = merge(updated, select(mine, frozen.params.__contains__))
+            grouped = isinstance(handle, Optimizer)
+            new_state = keep_frozen(frozen, mine, new_state, opt_state, grouped=grouped)
+        mine, opt_state = updated, new_state
         params = mine if own is None else merge(params, mine)
         states.append(opt_state)
     return state.replace(params=params, opt_state=tuple(states))
@@ -314,11 +321,16 @@ def train_step(
     owned = _nothing if not binding.optimizers else binding.owned
     old = state
     policy = binding.precision
+    frozen = frozen_of(binding, state.params, state.variables)
+    if frozen is not None:
+        owned = _trainable(owned, frozen, state.params)
     result = gradients(
         binding, state.params, state.variables, state.attributes, policy.convert_input(batch), scalars, seed, info,
         owned=owned, scaler=state.scaler,
     )  # fmt: skip
     loss, grads, logs, variables = result.loss, result.grads, result.logs, result.variables
+    grads = without_frozen(frozen, _owned_part(binding, state.params), grads)
+    variables = keep_statistics(frozen, variables, state.variables)
     if policy.casts:  # what the step carries keeps its dtype
         variables = jax.tree.map(lambda new, like: new.astype(like.dtype), variables, state.variables)
     state = state.replace(variables=variables, attributes=result.attributes)
@@ -353,6 +365,22 @@ def train_step(
         output = OutputTree({} if loss is None else {"loss": loss, **result.extras})
         arrays, info.outputs = output.detach(), output
     return state, values, packing.states_of(logs), arrays, flags, result.effects
+
+
+def _owned_part(binding: Binding, params: dict[str, Any]) -> dict[str, Any]:
+    owned = binding.owned
+    return params if owned is None else select(params, owned)
+
+
+def _trainable(
+    owned: Callable[[str], bool] | None, frozen: Frozen, params: dict[str, Any]
+) -> Callable[[str], bool] | None:
+    """Which parameters are differentiated when some are frozen."""
+
+    def trained(path: str) -> bool:
+        return path not in frozen.params and (owned is None or owned(path))
+
+    return trained if any(trained(path) for path in flatten(params)) else _nothing
 
 
 def _accumulate(state: TrainState, grads: Any, floats: Any, options: TrainOptions) -> tuple[TrainState, Any]:

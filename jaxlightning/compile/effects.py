@@ -40,6 +40,7 @@ INTERNAL = frozenset(
         "_tracer",
         "training",
         "_nnx_attributes",
+        "_freezing",
         "_host_rng_calls",
     }
 )

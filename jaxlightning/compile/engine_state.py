@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlightning.compile.freezing import is_frozen, norm_layers
 from jaxlightning.compile.guarded_update import initial_guards
 from jaxlightning.compile.paths import flatten, merge, plain, select
 from jaxlightning.compile.precision import ScalerState
@@ -43,7 +44,7 @@ class EngineState:
         self._leaves: tuple[Any, ...] = ()
         self.state_treedef: Any = None
         self._pending_optimizers: list[dict[str, Any]] | None = None
-        self._optimizer_paths: set[str] | None = None
+        self._optimizer_paths: tuple[set[str], list[int]] | None = None
         self._nnx_stale = False
         self._nnx_exposed = False
         self._unverified: set[str] = set()
@@ -188,6 +189,11 @@ class EngineState:
         found = self.tree.params.get(network)
         return None if found is None else _copy(found)
 
+    def is_frozen(self, path: str) -> bool:
+        """Whether the parameter at `path` is frozen."""
+        decisions = self.binding.freezing_key
+        return bool(decisions) and is_frozen(decisions, path, norm_layers(self.tree.variables))
+
     def flat_params(self) -> dict[str, Any] | None:
         """A copy of all parameters by path, None before any exist."""
         params = self.tree.params
@@ -241,9 +247,10 @@ class EngineState:
         self._set_tree(self.strategy.put(initial_guards(self.binding, self.tree.replace(opt_state=(), grads=None))))
 
     def ensure_optimizer_states(self) -> None:
-        """Makes optimizer states; when parameters came since, the states grow and keep what they had."""
+        """Makes optimizer states; when parameters or groups came since, the states grow and keep what they had."""
         paths = set(flatten(self.tree.params))
-        if self._optimizer_paths == paths or not self.binding.optimizers or not paths:
+        made_for = (paths, [handle.structure_version for handle in self.binding.optimizers])
+        if self._optimizer_paths == made_for or not self.binding.optimizers or not paths:
             return  # without parameters an optimizer would refuse; a step may still be skipped or raise a better error
         state, states = self.tree, []
         for index, handle in enumerate(self.binding.optimizers):
@@ -255,7 +262,7 @@ class EngineState:
                 grown = [old.get(path, leaf) for path, leaf in _by_path(fresh).items()]
                 fresh = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(fresh), grown)
             states.append(fresh)
-        self._optimizer_paths = paths
+        self._optimizer_paths = made_for
         self._set_tree(state.replace(opt_state=self.strategy.put(_copy(tuple(states)))))
         if self._pending_optimizers is not None:
             pending, self._pending_optimizers = self._pending_optimizers, None

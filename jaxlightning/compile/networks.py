@@ -316,6 +316,14 @@ class LinenNetwork:
         """Sets evaluation mode."""
         return self.train(False)
 
+    def freeze(self) -> None:
+        """Freezes this network's parameters and puts it in evaluation mode."""
+        self._engine.module.freeze(self)
+
+    def unfreeze(self) -> None:
+        """Lets this network's parameters be trained again, in training mode."""
+        self._engine.module.unfreeze(self)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_module", "_path", "_engine"):
             raise AttributeError(name)

@@ -6,10 +6,41 @@ import fnmatch
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from jaxlightning.compile.freezing import decisions_of, is_frozen, norm_layers
+
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["ParameterSelection"]
+__all__ = ["ParameterSelection", "TrainableSelection"]
+
+
+class TrainableSelection:
+    """The part of a selection that is frozen, or not, at the time when the selection is made.
+
+    Args:
+        module: The module whose freezing counts.
+        selection: What to choose from.
+        trainable: Whether to choose what is not frozen, or what is.
+    """
+
+    def __init__(self, module: Any, selection: ParameterSelection, trainable: bool) -> None:
+        self._module = module
+        self._selection = selection
+        self._trainable = trainable
+        from jaxlightning.compile.owners import owners_of
+
+        self._decisions = decisions_of(owners_of(module))
+
+    def matches(self, path: str) -> bool:
+        """Whether the parameter at `path` belongs to this selection."""
+        if not self._selection.matches(path):
+            return False
+        engine = self._module.__dict__.get("_engine")
+        variables = {} if engine is None else engine.variables_live
+        return is_frozen(self._decisions, path, norm_layers(variables)) is not self._trainable
+
+    def __repr__(self) -> str:
+        return f"TrainableSelection({self._selection!r}, {self._trainable})"
 
 
 class ParameterSelection:

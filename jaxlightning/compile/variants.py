@@ -218,7 +218,7 @@ class Variants:
 
         def key() -> Any:
             shapes = (engine.state_treedef, treedef, positions, _shapes(engine.leaves), _shapes(arrays))
-            return ("train", options, engine.binding.mode_key(), *shapes)
+            return ("train", options, engine.binding.mode_key(), engine.binding.freezing_key, *shapes)
 
         def build(info: StepInfo) -> Callable[..., Any]:
             return _train_function(engine, options, table, _joiner(batch, treedef, positions), info)
@@ -332,8 +332,8 @@ class Variants:
             return engine.leaves, engine.floats
 
         return self._get(
-            lambda: ("update",), "update", build, args, engine, None, None, donate=(0,), batch=None, treedef=None,
-            positions=None,
+            lambda: ("update", engine.binding.freezing_key), "update", build, args, engine, None, None, donate=(0,),
+            batch=None, treedef=None, positions=None,
         )  # fmt: skip
 
     # --- compilation --------------------------------------------------------------------------------------------
