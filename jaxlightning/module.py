@@ -7,7 +7,8 @@ compiled functions is `compile`'s business.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.compile.batch_mask import BatchMask
@@ -298,29 +299,83 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
         Args:
             use_pl_optimizer: False gives the wrapped objects.
         """
-        handles = [h if use_pl_optimizer else h.optimizer for h in self.trainer.optimizers]
+        found = self.trainer.optimizers if self._trainer is not None else self._provisional().optimizers
+        handles = [h if use_pl_optimizer else h.optimizer for h in found]
         return handles[0] if len(handles) == 1 else handles
+
+    def _provisional(self) -> Any:
+        """Optimizers and schedulers for `init(batch)` before there is a trainer; nothing steps then.
+
+        Raises:
+            RuntimeError: Outside of `init`.
+        """
+        trace = current_trace()
+        if self._engine is None or trace is None or not trace.creating:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`.")
+        return self._engine.manual.provisional()
 
     def lr_schedulers(self) -> Any:
         """The scheduler of the run, the list of them, or None."""
-        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        configs = self.trainer.lr_scheduler_configs if self._trainer is not None else self._provisional().schedulers
+        schedulers = [config.scheduler for config in configs]
         if not schedulers:
             return None
         return schedulers[0] if len(schedulers) == 1 else schedulers
 
-    def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        """Computes gradients in manual optimization, which is not built yet.
+    def manual_backward(self, loss: Any, *args: Any, gradient: Any = None, **kwargs: Any) -> None:
+        """Adds the gradients of `loss` to those of the parameters, in manual optimization.
+
+        Args:
+            loss: A scalar array of this step.
+            *args: `gradient`, as torch's `backward` takes it.
+            gradient: The cotangent of a loss that is no scalar.
+            **kwargs: torch's `retain_graph` and `create_graph` are accepted: what was computed can always be
+                differentiated again here.
 
         Raises:
-            MisconfigurationException: In automatic optimization.
-            NotImplementedError: In manual optimization.
+            MisconfigurationException: In automatic optimization, or outside of `training_step`.
+            TypeError: For other arguments.
         """
         if self.automatic_optimization:
             raise MisconfigurationException(
                 "to use manual_backward, please disable automatic optimization: set model property "
                 "`automatic_optimization` as False"
             )
-        raise NotImplementedError("Manual optimization is not built yet.")
+        unknown = set(kwargs) - {"retain_graph", "create_graph"}
+        if unknown or len(args) > 3:
+            raise TypeError(f"`manual_backward` got unexpected arguments: {sorted(unknown) or args}.")
+        if args and gradient is None:
+            gradient = args[0]
+        self._require_engine().manual.backward(loss, gradient)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Until `untoggle_optimizer`, only the parameters of this optimizer have gradients.
+
+        Args:
+            optimizer: One of `self.optimizers()`.
+        """
+        self._require_engine().manual.toggle(optimizer, True)
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Ends what `toggle_optimizer` began.
+
+        Args:
+            optimizer: The same optimizer.
+        """
+        self._require_engine().manual.toggle(optimizer, False)
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """`toggle_optimizer` for the length of a `with` block.
+
+        Args:
+            optimizer: One of `self.optimizers()`.
+        """
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
 
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -362,7 +417,11 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
                 "'norm']."
             )
         if gradient_clip_val and gradient_clip_val > 0:
-            self._require_engine().clip_gradients(float(gradient_clip_val), gradient_clip_algorithm)
+            engine = self._require_engine()
+            if self.automatic_optimization:
+                engine.clip_gradients(float(gradient_clip_val), gradient_clip_algorithm)
+            else:
+                engine.manual.clip(optimizer, float(gradient_clip_val), gradient_clip_algorithm)
 
     # --- random numbers and values ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from jaxlightning.compile.nnx_networks import NnxGroup
 from jaxlightning.compile.owners import owners_of
 from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.trace import Trace
+from jaxlightning.optim import remember_network
 
 if TYPE_CHECKING:
     from jaxlightning.compile.engine import Engine
@@ -97,7 +98,10 @@ class Binding:
                 # Served by `__getattr__`, which can then refresh the user's objects lazily.
                 stash[name] = instance.pop(name)
         for name, value in stash.items():
-            nnx_modules.update({path: network for path, network in walk(value, prefix + name) if is_nnx(network)})
+            found_here = {path: network for path, network in walk(value, prefix + name) if is_nnx(network)}
+            nnx_modules.update(found_here)
+            for path, network in found_here.items():
+                remember_network(network, path)
 
     def _wrap(self, network: Any, path: str) -> Any:
         if isinstance(network, LinenNetwork):

@@ -21,6 +21,9 @@ from jaxlightning.compile.effects import SideEffects, as_it_was
 from jaxlightning.compile.freezing import Frozen, frozen_of, keep_frozen, keep_statistics, without_frozen
 from jaxlightning.compile.guarded_update import device_logs, guarded_update
 from jaxlightning.compile.host_attributes import HostAttributes
+from jaxlightning.compile.manual import manual_train_step
+from jaxlightning.compile.manual_eager import eager_train_step
+from jaxlightning.compile.manual_events import ManualOptions
 from jaxlightning.compile.paths import flatten, merge, select
 from jaxlightning.compile.replay import HostEffects
 from jaxlightning.compile.run_step import OutputTree, StepInfo, is_array, run_user_step, step_key
@@ -49,6 +52,7 @@ class TrainOptions:
         clip: `"norm"`, `"value"` or None.
         outputs: The return value of the step is wanted.
         check_finite: Losses and gradients are checked; a non-finite one blocks the update.
+        manual: The choices of a step that optimizes by itself, None in automatic optimization.
     """
 
     buffer: bool = False
@@ -57,6 +61,7 @@ class TrainOptions:
     clip: str | None = None
     outputs: bool = False
     check_finite: bool = False
+    manual: ManualOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -318,6 +323,13 @@ def train_step(
         The new state, the step values, states of metric objects, the arrays of the outputs, finite flags (or None),
         the arrays of effects on the host.
     """
+    if options.manual is not None:
+        run = manual_train_step if binding.jit else eager_train_step
+        carried = _carried(binding, state.attributes)
+        new, values, states, arrays, flags, trace = run(
+            binding, table, info, options, state, carried, _numbers(info, False), batch, scalars, seed, floats
+        )
+        return new.replace(attributes=_values(trace)), values, states, arrays, flags, _leave(info, trace)
     owned = _nothing if not binding.optimizers else binding.owned
     old = state
     policy = binding.precision

@@ -23,6 +23,7 @@ from jaxlightning.compile.facts import EffectFacts
 from jaxlightning.compile.fused_step import Fusion
 from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.log_plan import LogPlan
+from jaxlightning.compile.manual_engine import ManualSteps
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
 from jaxlightning.compile.packing import SlotTable, float_dtype
 from jaxlightning.compile.precision import Precision
@@ -47,9 +48,10 @@ class StepOutput:
         values: Step values, shape [capacity]; `values[slot]` belongs to the key with that slot.
         states: States of the metric objects that the step called, one for each of `plan.states`.
         skipped: Whether `training_step` returned None.
+        manual: What a step with manual optimization did to optimizers and schedulers, None in automatic optimization.
     """
 
-    __slots__ = ("_arrays", "_tree", "plan", "skipped", "states", "values")
+    __slots__ = ("_arrays", "_tree", "manual", "plan", "skipped", "states", "values")
 
     def __init__(self, plan: LogPlan, values: Any, states: Any, skipped: bool, tree: Any, arrays: Any) -> None:
         self.plan = plan
@@ -58,6 +60,7 @@ class StepOutput:
         self.skipped = skipped
         self._tree = tree
         self._arrays = arrays
+        self.manual: Any = None
 
     @property
     def outputs(self) -> Any:
@@ -120,6 +123,7 @@ class Engine(EngineLogs):
         self._floats_changed = False
         self._seed32 = int(np.array(seed % (1 << 32), np.uint32).view(np.int32))
         self._outside_calls = 0
+        self.manual = ManualSteps(self)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -141,11 +145,17 @@ class Engine(EngineLogs):
             MisconfigurationException: If a parameter belongs to two optimizers.
         """
         self.binding.optimizers = list(handles or [])
+        self.manual.reset()
         self.reset_optimizer_states()
         for handle in self.binding.optimizers:
-            handle.bind(get_state=functools.partial(self.opt_state_live, handle))
+            handle.bind(get_state=functools.partial(self.opt_state_live, handle), **self.manual.words(handle))
             handle._get_skipped = self.skipped_updates if self.binding.skips_updates else None
         self._forget(keep_evaluation=True)
+
+    def zero_grad(self) -> None:
+        """Forgets accumulated gradients."""
+        self.manual.zero_grad()
+        super().zero_grad()
 
     def modes_changed(self) -> None:
         """Called when a network or the module changes between training and evaluation mode."""
@@ -373,12 +383,14 @@ class Engine(EngineLogs):
         share: float,
         scale: float,
         clip: float,
+        further: tuple[float, ...] = (),
     ) -> StepOutput:
         leaves, treedef = jax.tree_util.tree_flatten(batch)
         arrays, positions = batches.split(leaves)
         if self._dirty or self._nnx_exposed:
             self.check_constants()
         hyper = _joined((share, scale, clip), [handle.host_hyper() for handle in self.binding.optimizers])
+        hyper += further  # of manual optimization, when schedulers step between optimizers
         if hyper != self._floats_of:
             self._set_floats(hyper)
             self._plain = None
@@ -412,7 +424,9 @@ class Engine(EngineLogs):
             variant.info.effects(self._real_rows(effects))
         if variant.info.host is not None and env is not None:
             variant.info.host.finish(env)
-        return StepOutput(variant.info.plan, values, states, variant.info.skipped, variant.info.outputs, outputs)
+        out = StepOutput(variant.info.plan, values, states, variant.info.skipped, variant.info.outputs, outputs)
+        out.manual = variant.info.manual
+        return out
 
     def _real_rows(self, arrays: Any) -> Any:
         """What a step gives to lists, dictionaries and loggers, without rows of padding; here there are none."""
@@ -443,11 +457,17 @@ class Engine(EngineLogs):
         env: HostEnvironment,
     ) -> CompiledStep:
         self.ensure_created("train", batch, Scalars.of([int(i) for i in ints[1:]]))
-        buffer, window_start, apply, clip, outputs = flags
-        options = TrainOptions(buffer, window_start, apply, clip, outputs, self.detect_anomaly)
+        buffer, window_start, apply, clip, outputs, *manual = flags
+        options = TrainOptions(
+            buffer, window_start, apply, clip, outputs, self.detect_anomaly, manual[0] if manual else None
+        )
+        if manual:
+            self.manual.check_ownership()
         if buffer:
             self.ensure_gradient_buffer()
         self.ensure_optimizer_states()
+        if manual and not self.jit:
+            self.ensure_manual_buffers(range(len(self.binding.optimizers)))
         table = self._table("train")
         variant = self.variants.train(self, options, table, batch, arrays, treedef, positions, ints, env)
         self._hot[flags] = variant

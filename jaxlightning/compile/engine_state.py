@@ -5,12 +5,13 @@ A view is a copy, because the leaf behind it is donated to the next step. Settin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxlightning.compile.freezing import is_frozen, norm_layers
 from jaxlightning.compile.guarded_update import initial_guards
@@ -279,6 +280,45 @@ class EngineState:
             if state.grads is not None:
                 zeros = merge(zeros, state.grads)
             self._set_tree(state.replace(grads=self.strategy.put(zeros)))
+
+    def replace_gradients(self, gradients: Mapping[str, Any]) -> None:
+        """Puts new values over a part of the gradients."""
+        self._set_tree(self.tree.replace(grads=merge(self.tree.grads, gradients)))
+
+    def apply_outside(self, index: int, handle: Any, params: Any, grads: Any, hyper: Any) -> None:
+        """Applies one optimizer between two steps.
+
+        Args:
+            index: Its number.
+            handle: The optimizer.
+            params: The parameters that it owns.
+            grads: Their gradients.
+            hyper: Its hyper-parameters.
+        """
+        states = list(self.tree.opt_state)
+
+        def update(grads: Any, state: Any, params: Any, hyper: Any) -> Any:
+            updates, state = handle.update(grads, state, params, hyper)
+            return optax.apply_updates(params, updates), state
+
+        new, states[index] = jax.jit(update)(grads, states[index], params, hyper)
+        self._set_tree(self.tree.replace(params=merge(self.tree.params, new), opt_state=tuple(states)))
+        self._nnx_stale = True
+
+    def manual_buffers(self, owners: Iterable[int]) -> dict[str, Any]:
+        """Zeros for the gradients of some optimizers beside the buffers that are there: `{network: nested}`."""
+        state = self.tree
+        buffers: dict[str, Any] = dict(state.grads or {})
+        for index in owners:
+            own = self.binding.owned_by(self.binding.optimizers[index])
+            mine = state.params if own is None else select(state.params, own)
+            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), mine)
+            buffers = merge(zeros, buffers)
+        return buffers
+
+    def ensure_manual_buffers(self, owners: Iterable[int]) -> None:
+        """Gives the state gradient buffers of some optimizers; those that are there keep their values."""
+        self._set_tree(self.tree.replace(grads=self.strategy.put(self.manual_buffers(owners))))
 
     def zero_grad(self) -> None:
         """Forgets accumulated gradients."""

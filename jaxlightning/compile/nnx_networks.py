@@ -128,6 +128,11 @@ class NnxGroup:
         self._merged = merged
         return merged
 
+    def put_params(self, trace: Trace) -> None:
+        """Gives the bound modules the trace's parameters anew, after an optimizer stepped inside the step."""
+        flat = flatten({name: trace.params.get(name, {}) for name in self.modules})
+        self._nnx.update(self._merged, self._state("params", flat))
+
     def collect(self, trace: Trace) -> None:
         """Writes the variables of the bound modules back into the trace.
 

@@ -20,6 +20,7 @@ from jaxlightning.compile.explain import explain
 from jaxlightning.compile.host_inputs import HostInputs
 from jaxlightning.compile.host_trainer import TrainerView
 from jaxlightning.compile.log_plan import LogPlan
+from jaxlightning.compile.manual_schedulers import recording_schedulers
 from jaxlightning.compile.outputs import OutputTree, is_array
 from jaxlightning.compile.replay import HostEffects
 from jaxlightning.compile.trace import Scalars, Trace, activate, trace_level
@@ -54,6 +55,7 @@ class StepInfo:
         needs_host: Something has to be done on the host before or after each call.
         effects: What is done with the arrays that the compiled call returns last, None for nothing.
         host: Numbers of the host that the step uses, None for none (and with `jit=False`).
+        manual: What a step with manual optimization does to optimizers and schedulers.
     """
 
     plan: LogPlan = field(default_factory=LogPlan)
@@ -65,6 +67,7 @@ class StepInfo:
     needs_host: bool = False
     effects: HostEffects | None = None
     host: HostInputs | None = None
+    manual: Any = None
 
 
 def step_key(seed: Any, micro_step: Any, stage: str) -> jax.Array:
@@ -127,7 +130,8 @@ def run_user_step(
     numbers, trainer = trace.numbers, module.__dict__.get("_trainer")
     if numbers is not None and trainer is not None and info is not None:
         trace.view = TrainerView(trainer, module, numbers, info.reads)
-    with activate(trace), binding.bound(trace), nullcontext() if numbers is None else listening(numbers.hear):
+    hearing = nullcontext() if numbers is None else listening(numbers.hear)
+    with activate(trace), binding.bound(trace), recording_schedulers(binding, trace), hearing:
         if info is not None:
             for (owner, kind), tracer in zip(classes, tracers, strict=True):
                 owner.__dict__["_tracer"] = tracer

@@ -103,6 +103,7 @@ class Trace:
         logs: Calls of `self.log`, in order.
         silent: Whether effects are dropped (a second run for gradients, or a run for creation).
         stage_read: Whether the step asked the trainer for its stage.
+        manual: What the words of manual optimization act on (a `ManualRun` or an `EagerRun`), None in other steps.
         level: The JAX trace in which the step runs; a write under another one sits inside a user's own transform.
         attributes: Arrays and containers on the module that the step reads and writes; None where they are plain
             attributes (`jit=False`).
@@ -126,6 +127,7 @@ class Trace:
     logs: list[LogEntry] = field(default_factory=list)
     silent: bool = False
     level: Any = None
+    manual: Any = None
     stage_read: bool = False
     mask: Any = None
     mask_read: bool = False

@@ -22,6 +22,7 @@ from jaxlightning.compile.guards import VariantGroup
 from jaxlightning.compile.host_inputs import HostInputs, Room
 from jaxlightning.compile.host_proxy import weak
 from jaxlightning.compile.host_values import HostEnvironment
+from jaxlightning.compile.manual_tape import resolve
 from jaxlightning.compile.packing import SlotTable
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.state import TrainState
@@ -128,7 +129,7 @@ def _train_function(
         )
         return _flat(state, state_treedef), values, states, outputs, finite, effects
 
-    return step
+    return step if options.manual is None or not engine.jit else resolve(step)
 
 
 def _inputs(info: StepInfo, ints: Any, host: Any) -> tuple[Any, Scalars]:

@@ -132,11 +132,6 @@ def _verify_manual(trainer: Trainer, model: Any) -> None:
             f" `Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` or switch to automatic"
             " optimization."
         )
-    if not getattr(trainer, "_manual_optimization_is_built", False):
-        raise NotImplementedError(
-            f"`{type(model).__name__}` sets `automatic_optimization = False`. Manual optimization is not built yet in"
-            " this version of jaxlightning."
-        )
 
 
 def verify_dataloader_idx(hooks: tuple[str, ...], several: bool, stage: RunningStage, module: Any) -> None:

@@ -13,6 +13,7 @@ from jaxlightning.loops.base import Loop
 from jaxlightning.loops.call import call_lightning_module_hook
 from jaxlightning.loops.evaluation_loop import EvaluationLoop
 from jaxlightning.loops.lr_schedulers import update_lr_schedulers
+from jaxlightning.loops.manual_step import ManualOptimization, ManualStep
 from jaxlightning.loops.optimizer_step import SplitStep, needs_split
 from jaxlightning.loops.progress import BatchProgress, OptimizationProgress, Progress, ReadyCompleted
 from jaxlightning.loops.quiet_batches import QuietBatches
@@ -31,14 +32,6 @@ class AutomaticOptimization(Loop):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self.optim_progress = OptimizationProgress()
-
-
-class ManualOptimization(Loop):
-    """Counters of manual optimization."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        self.optim_step_progress = Progress.of(ReadyCompleted)
 
 
 class TrainingEpochLoop(Loop):
@@ -172,9 +165,12 @@ class TrainingEpochLoop(Loop):
         want_outputs = hooks.wants_outputs("on_train_batch_end")
         transfer = trainer._data_connector.transfer()
         optimizer = self.automatic_optimization.optim_progress.optimizer
-        split = self._split = SplitStep(trainer, optimizer) if needs_split(trainer) else None
+        manual = None if module.automatic_optimization else ManualStep(trainer, self.manual_optimization)
+        split = self._split = SplitStep(trainer, optimizer) if manual is None and needs_split(trainer) else None
         progress, total, current = self.batch_progress, self.batch_progress.total, self.batch_progress.current
         step_total, step_current = optimizer.step.total, optimizer.step.current
+        if manual is not None:
+            step_total = manual.progress.total
         zero_total, zero_current = optimizer.zero_grad.total, optimizer.zero_grad.current
         has_schedulers = bool(trainer.lr_scheduler_configs)
         val_epoch = self._should_check_val_epoch()
@@ -268,10 +264,14 @@ class TrainingEpochLoop(Loop):
                     apply = current.ready % accumulate == 0 or progress.is_last_batch or current.ready == max_batches
                     if apply:
                         self._window_count = 0
+                if manual is not None:
+                    apply = False  # the step itself says when an optimizer steps
                 if apply:
                     step_total.ready += 1
                     step_current.ready += 1
-                if split is None:
+                if manual is not None:
+                    out = manual.run(batch, batch_idx, epoch, total.ready - 1, want_outputs)
+                elif split is None:
                     if profile is not None:
                         profile.start("run_training_batch")
                     out = (
@@ -322,6 +322,7 @@ class TrainingEpochLoop(Loop):
                     step_total.completed += 1
                     step_current.completed += 1
                 stepped = apply
+                apply = apply or manual is not None  # every batch counts on the loggers' axis
                 results.on_step_output(out)
                 if queue._waiting:
                     queue.flush()

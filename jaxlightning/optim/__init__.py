@@ -7,8 +7,10 @@ from jaxlightning.optim._config import LRSchedulerConfig as LRSchedulerConfig
 from jaxlightning.optim._config import OptimizerSetup as OptimizerSetup
 from jaxlightning.optim._configure import parse_optimizers as parse_optimizers
 from jaxlightning.optim._grad_norm import grad_norm as grad_norm
+from jaxlightning.optim._groups import PatternSelection as PatternSelection
 from jaxlightning.optim._groups import check_ownership as check_ownership
 from jaxlightning.optim._groups import find_ownership as find_ownership
+from jaxlightning.optim._groups import remember_network as remember_network
 from jaxlightning.optim._handle import OptimizerHandle as OptimizerHandle
 from jaxlightning.optim._optax_handle import OptaxOptimizer as OptaxOptimizer
 from jaxlightning.optim._optimizer import Optimizer as Optimizer

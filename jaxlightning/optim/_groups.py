@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -67,6 +68,20 @@ _HOW_TO_SELECT = (
 )
 
 
+_network_paths: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+
+def remember_network(network: Any, path: str) -> None:
+    """Lets a network that has no words of ours (an NNX module) be named itself as what an optimizer owns.
+
+    Args:
+        network: The user's object.
+        path: Where it stands on the module.
+    """
+    key = id(network)
+    _network_paths[key] = (weakref.ref(network, lambda _: _network_paths.pop(key, None)), path)
+
+
 def as_selection(params: Any) -> Selection:
     """Turns what a user passes as `params` into a selection.
 
@@ -85,12 +100,16 @@ def as_selection(params: Any) -> Selection:
         return PatternSelection((params,))
     if isinstance(params, Selection):
         return params
-    path = getattr(params, "path", None)
-    if isinstance(path, str):
-        return PatternSelection((path,))
+    known = _network_paths.get(id(params))
+    if known is not None and known[0]() is params:
+        return PatternSelection((known[1],))
+    # Before `path`, which raises on an unbound linen module.
     parameters = getattr(params, "parameters", None)
     if callable(parameters):
         return as_selection(parameters())
+    path = getattr(params, "path", None)
+    if isinstance(path, str):
+        return PatternSelection((path,))
     if hasattr(params, "shape") and hasattr(params, "dtype"):
         raise TypeError(
             f"An optimizer got an array (shape {tuple(params.shape)}, dtype {params.dtype}) as a parameter. Arrays "
