@@ -116,6 +116,7 @@ class Engine(EngineLogs):
         self.on_variables_created: list[Callable[[], None]] = []
         self._dirty = False
         self._plain: CompiledStep | None = None
+        self._repeatable: CompiledStep | None = None
         self._plain_choice: tuple[Any, bool] | None = None
         self._hyper_lists: list[list[float]] = []
         self._floats: Any = None
@@ -159,7 +160,7 @@ class Engine(EngineLogs):
 
     def modes_changed(self) -> None:
         """Called when a network or the module changes between training and evaluation mode."""
-        self._plain = None
+        self._plain = self._repeatable = None
         self._hot.clear()
         self._hot_eval.clear()
 
@@ -175,13 +176,13 @@ class Engine(EngineLogs):
         if self._nnx_exposed:
             self._adopt_nnx()
         if self.jit and self.variants.drop_changed(self):
-            self._plain = None
+            self._plain = self._repeatable = None
             self._hot.clear()
             self._hot_eval.clear()
 
     def _forget(self, keep_evaluation: bool = False) -> None:
         self.variants.clear(keep_evaluation)
-        self._plain = None
+        self._plain = self._repeatable = None
         self._hot.clear()
         self._hot_eval.clear()
 
@@ -300,10 +301,11 @@ class Engine(EngineLogs):
         flags = (self.keep_gradients, True, True, (algorithm or "norm") if value else None, want_outputs)
         hot = None if self.keep_gradients else self._hot.get(flags)
         self._plain = hot if hot is not None and hot.plain else None
+        self._repeatable = hot if hot is not None and hot.repeatable else None
         self._plain_choice = (clip, want_outputs)
         self._hyper_lists = [handle.host_hyper() for handle in self.binding.optimizers]
-        if self._plain is not None and self._floats_of != _joined((1.0, 1.0, value or 0.0), self._hyper_lists):
-            self._plain = None
+        if self._floats_of != _joined((1.0, 1.0, value or 0.0), self._hyper_lists):
+            self._plain = self._repeatable = None
         return out
 
     def repeated_step(self, clip: tuple[float | None, str | None], want_outputs: bool) -> RepeatedStep | None:
@@ -313,15 +315,14 @@ class Engine(EngineLogs):
             clip: As in `train_batch`.
             want_outputs: As in `train_batch`.
         """
-        variant = self._plain
+        variant = self._plain or self._repeatable
         if (
             variant is None
+            or not variant.repeatable
             or self._dirty
             or self._nnx_exposed
             or self.detect_anomaly
             or self._plain_choice != (clip, want_outputs)
-            or variant.info.skipped
-            or variant.info.plan.states
             or any(
                 handle.host_hyper() is not known
                 for handle, known in zip(self.binding.optimizers, self._hyper_lists, strict=True)
@@ -393,13 +394,13 @@ class Engine(EngineLogs):
         hyper += further  # of manual optimization, when schedulers step between optimizers
         if hyper != self._floats_of:
             self._set_floats(hyper)
-            self._plain = None
+            self._plain = self._repeatable = None
         elif self._floats_changed:
             self._settle_floats()
         ints = np.array((self._seed32, micro_step, batch_idx, current_epoch, global_step), np.int32)
         variant, env, host = self._hot.get(flags), None, ()
         if variant is not None and variant.info.host is not None:
-            env = self._environment(batch_idx, current_epoch, global_step)
+            env = self.environment(batch_idx, current_epoch, global_step)
             variant, host = self._choose(variant, env)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
             try:
@@ -411,7 +412,7 @@ class Engine(EngineLogs):
         else:
             variant = None
         if variant is None:
-            env = self._environment(batch_idx, current_epoch, global_step)
+            env = self.environment(batch_idx, current_epoch, global_step)
             variant = self._train_variant(flags, batch, arrays, treedef, positions, ints, env)
             host = () if variant.info.host is None else variant.info.host.inputs(env)
             self._leaves, values, states, outputs, finite, effects = variant.call(
@@ -432,7 +433,7 @@ class Engine(EngineLogs):
         """What a step gives to lists, dictionaries and loggers, without rows of padding; here there are none."""
         return arrays
 
-    def _environment(self, batch_idx: int, current_epoch: int, global_step: int) -> HostEnvironment:
+    def environment(self, batch_idx: int, current_epoch: int, global_step: int) -> HostEnvironment:
         """The numbers of the host in one step."""
         return HostEnvironment(
             self.effect_facts.host.sources, batch_idx=batch_idx, current_epoch=current_epoch, global_step=global_step
@@ -506,7 +507,7 @@ class Engine(EngineLogs):
             handle.updates += 1
         if hyper != self._floats_of:
             self._set_floats(hyper)
-            self._plain = None
+            self._plain = self._repeatable = None
         variant = self.variants.update(self)
         self._leaves = variant.call(self._leaves, self._floats)
         self._nnx_stale = True
@@ -535,7 +536,7 @@ class Engine(EngineLogs):
         acc = self._eval_acc.get(stage)
         variant, env, host = self._hot_eval.get(flags), None, ()
         if variant is not None and variant.info.host is not None:
-            env = self._environment(batch_idx, current_epoch, global_step)
+            env = self.environment(batch_idx, current_epoch, global_step)
             variant, host = self._choose(variant, env)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
             try:
@@ -548,7 +549,7 @@ class Engine(EngineLogs):
             self.ensure_created(stage, batch, Scalars.of([int(i) for i in ints[1:]], dataloader_idx))
             state = self.evaluation_leaves()
             table = self._table(stage)
-            env = self._environment(batch_idx, current_epoch, global_step)
+            env = self.environment(batch_idx, current_epoch, global_step)
             variant = self.variants.evaluate(
                 self,
                 EvalOptions(stage, dataloader_idx, want_outputs),

@@ -1,7 +1,8 @@
 """The same compiled training step again and again, for runs of batches between which nothing can change.
 
 What `Engine.train_batch` looks at before every call (hyper-parameters, attributes, modes) is looked at once here, so
-that a call costs little more than the compiled step itself.
+that a call costs little more than the compiled step itself. Numbers of the host that the step computes with, decides by
+or writes follow at every step all the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class RepeatedStep:
 
     Attributes:
         engine: The engine whose state it carries on.
-        variant: A variant without anything that the host has to do or to decide between two steps.
+        variant: The variant that ran last. The host has nothing to do for it but to compute with its own numbers.
     """
 
     def __init__(self, engine: Engine, variant: CompiledStep) -> None:
@@ -37,12 +38,18 @@ class RepeatedStep:
         for kind in (tuple, list):
             if variant.treedef == jax.tree_util.tree_structure(kind([0] * variant.treedef.num_leaves)):
                 self._flat = kind
+        self._host = variant.info.host
         self._last: tuple[Any, ...] = ()
 
     @property
     def still_valid(self) -> bool:
         """Whether nothing was changed on the module since."""
         return not self.engine._dirty
+
+    @property
+    def uses_host_numbers(self) -> bool:
+        """Whether the host has something to compute for every step."""
+        return self._host is not None
 
     def integers(self, batch_idx: int, current_epoch: int, global_step: int, micro_step: int, count: int) -> Any:
         """The integer inputs of `count` steps, int32 `[count, 5]`."""
@@ -72,12 +79,37 @@ class RepeatedStep:
             if treedef != self._treedef:
                 return False
         engine = self.engine
+        if self._host is not None:
+            return self._with_host(leaves, integers)
         try:
             result = self._call(engine._leaves, leaves, integers, self._floats)
         except TypeError:  # another shape or kind of leaf; the compiled call checks before it consumes anything
             return False
         engine._leaves = result[0]
         self._last = result
+        return True
+
+    def _with_host(self, leaves: list[Any], integers: Any) -> bool:
+        engine = self.engine
+        env = engine.environment(*integers[2:].tolist())
+        group = self.variant.group
+        variant = None if group is None else group.find(env)
+        if variant is None or not variant.repeatable or variant.treedef != self._treedef:
+            return False
+        if variant is not self.variant:
+            if self._last and variant.info.plan is not self.variant.info.plan:
+                return False  # other values are logged: those of the steps before have to be taken first
+            self.variant, self._call, self._host = variant, variant.call, variant.info.host
+        host = self._host
+        inputs = () if host is None else host.inputs(env)
+        try:
+            result = self._call(engine._leaves, leaves, integers, self._floats, *inputs)
+        except TypeError:
+            return False
+        engine._leaves = result[0]
+        self._last = result
+        if host is not None:
+            host.finish(env)
         return True
 
     def take(self, result: tuple[Any, ...]) -> None:

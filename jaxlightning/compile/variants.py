@@ -75,6 +75,13 @@ class CompiledStep:
         # Host leaves have to be taken out of every batch, so such a variant stays on the long way too.
         return self.positions is None and not self.info.needs_host
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether all that the host does for a batch is to compute with numbers of its own."""
+        info = self.info
+        alone = self.positions is None and info.effects is None and not info.skipped and not info.plan.states
+        return alone and (not info.needs_host or info.host is not None)
+
     def _have(self, stage: Any) -> Any:
         if stage is None:
             raise RuntimeError("`Trainer(jit=False)` runs the step eagerly: there is no jaxpr and no compiled text.")

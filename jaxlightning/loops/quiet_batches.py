@@ -13,16 +13,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.callbacks._registry import runs_user_code
+from jaxlightning.compile.repeated_step import RepeatedStep
 from jaxlightning.loops.stream import END, BatchStream, LoaderError
 from jaxlightning.loops.validation_schedule import simple_interval
 
 if TYPE_CHECKING:
     from jaxlightning.compile.fused_step import Fusion
-    from jaxlightning.compile.repeated_step import RepeatedStep
     from jaxlightning.loops.training_epoch_loop import TrainingEpochLoop
     from jaxlightning.metrics._results import ResultCollection
 
 __all__ = ["QuietBatches"]
+
+_MISSES = 8
+"""After so many stretches that ended before their first batch, each batch of the epoch goes the ordinary way."""
 
 _HOOKS = ("on_train_batch_start", "on_train_batch_end")
 Limit = Callable[[Any], tuple[float, float]]
@@ -71,6 +74,7 @@ class QuietBatches:
         self._epoch = trainer.current_epoch
         self._deadline = math.inf
         self._last: Any = None
+        self._misses = 0
 
     @classmethod
     def of(cls, loop: TrainingEpochLoop, stream: BatchStream, clip: tuple[float | None, str]) -> QuietBatches | None:
@@ -98,6 +102,8 @@ class QuietBatches:
 
     def room(self) -> int:
         """For how many coming batches nothing is due."""
+        if self._misses >= _MISSES:
+            return 0
         loop, trainer = self._loop, self._trainer
         ready = loop.batch_progress.current.ready
         room = self._max_batches - ready - 1
@@ -135,7 +141,8 @@ class QuietBatches:
         fusion = engine.fusion
         before, done = current.ready, step_total.completed
         try:
-            if fusion is not None and fusion.active and room >= fusion.steps:
+            fuses = fusion is not None and fusion.active and not step.uses_host_numbers
+            if fusion is not None and fuses and room >= fusion.steps:
                 self._fused(step, fusion, integers, batches, optimizer.step)
             else:
                 self._singly(step, integers, batches, optimizer.step)
@@ -153,6 +160,7 @@ class QuietBatches:
                 counter.started += done
                 counter.completed += done
             loop._batches_that_stepped += done
+            self._misses = 0 if done else self._misses + 1
             if done:
                 results.on_step_outputs(self._last, step.finish(done), done)
 

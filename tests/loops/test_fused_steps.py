@@ -64,7 +64,7 @@ def test_fused_steps_are_bit_identical_to_single_ones(tmp_path: Path) -> None:
     assert four._engine.trace_counts["train_fused"] == 1
     assert fused_rows == rows
     _assert_same_state(fused, single)
-    assert four.fit_loop.state_dict() == one.fit_loop.state_dict()
+    assert four.fit_loop.epoch_loop.state_dict() == one.fit_loop.epoch_loop.state_dict()
 
 
 @pytest.mark.parametrize("options", [{"val_check_interval": 7}, {"max_steps": 33, "max_epochs": -1}])

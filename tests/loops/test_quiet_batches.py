@@ -201,3 +201,47 @@ def test_a_due_bar_is_drawn_within_a_stretch(tmp_path: Path) -> None:
 
     _trainer(tmp_path, max_epochs=1, log_every_n_steps=20, callbacks=[Bar()]).fit(Net(), Loader(20), Loader(1))
     assert Bar.draws >= 10
+
+
+class Counting(Net):
+    """Computes with numbers of the host, decides by them and writes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> jax.Array:
+        x, y = batch
+        self.count += 2
+        loss = optax.softmax_cross_entropy_with_integer_labels(self.net(x), y).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("mixed", 1.5 * batch_idx + self.global_step / 4 + self.count, on_step=True, on_epoch=True)
+        if batch_idx % 4 == 1:
+            self.log("sometimes", loss * self.count)
+        return loss * 0.5 if self.count % 6 == 0 else loss
+
+
+def test_numbers_of_the_host_follow_in_quiet_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = [0]
+    step = quiet_batches.RepeatedStep.__call__
+
+    def counted(self: Any, batch: Any, row: Any) -> bool:
+        done = step(self, batch, row)
+        ran[0] += done
+        return done
+
+    monkeypatch.setattr(quiet_batches.RepeatedStep, "__call__", counted)
+    results = []
+    for side, options in {"quick": {}, "slow": {}, "eager": {"jit": False}}.items():
+        if side == "slow":
+            monkeypatch.setattr(quiet_batches.QuietBatches, "of", classmethod(lambda *_: None))
+        trainer, module = _trainer(tmp_path / side, log_every_n_steps=10, **options), Counting()
+        trainer.fit(module, Loader(20), Loader(1))
+        assert module.count == 80
+        assert ran[0] > 10
+        results.append(({k: float(v) for k, v in trainer.logged_metrics.items()}, module.state_dict()))
+    quick, slow, eager = results
+    assert quick[0] == slow[0]
+    assert quick[0] == pytest.approx(eager[0], rel=1e-5)
+    for name, value in slow[1].items():
+        np.testing.assert_array_equal(quick[1][name], value)
