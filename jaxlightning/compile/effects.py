@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxlightning.compile.networks import is_network, walk
+from jaxlightning.compile.reads import ReadRecorder
 from jaxlightning.compile.user_code import user_line
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ __all__ = [
     "SideEffects",
     "as_it_was",
     "refuse_writes",
-    "same_value",
-    "snapshot_value",
     "tracing_class",
 ]
 
@@ -48,84 +47,6 @@ INTERNAL = frozenset(
 
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None))
 _MAX_DEPTH = 4
-
-
-def snapshot_value(value: Any, depth: int = 0) -> Any:
-    """A copy of a value deep enough to notice later changes in place; opaque objects stand for themselves."""
-    if isinstance(value, _SIMPLE) or depth > _MAX_DEPTH:
-        return value
-    if isinstance(value, dict):
-        return {key: snapshot_value(item, depth + 1) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(snapshot_value(item, depth + 1) for item in value)
-    if isinstance(value, set | frozenset):
-        return type(value)(value)
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    return value
-
-
-def same_value(old: Any, new: Any, depth: int = 0) -> bool:
-    """Whether a value still equals its snapshot."""
-    if old is new:
-        return True
-    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
-        return (
-            old.dtype == new.dtype
-            and old.shape == new.shape
-            and bool(np.array_equal(old, new, equal_nan=old.dtype.kind in "fc"))
-        )
-    if isinstance(old, _SIMPLE) or isinstance(new, _SIMPLE):
-        return type(old) is type(new) and (old == new or (old != old and new != new))
-    if isinstance(old, dict) and isinstance(new, dict):
-        return old.keys() == new.keys() and all(same_value(old[k], new[k], depth + 1) for k in old)
-    if type(old) is type(new) and isinstance(old, list | tuple):
-        return len(old) == len(new) and all(same_value(a, b, depth + 1) for a, b in zip(old, new, strict=True))
-    if isinstance(old, set | frozenset) and isinstance(new, set | frozenset):
-        return old == new
-    return False
-
-
-class ReadRecorder:
-    """Attributes of modules that a trace read, with what they held."""
-
-    def __init__(self) -> None:
-        self.reads: dict[tuple[int, str], tuple[Any, Any]] = {}
-        self.keys: dict[tuple[int, str], str] = {}
-
-    def record(self, module: Any, name: str, value: Any, key: str | None = None) -> None:
-        """Remembers a read; only the first of each name counts.
-
-        Args:
-            module: The module, or an object beside it.
-            name: The attribute.
-            value: What it held.
-            key: How the user reaches it, where that is not `self.<name>`.
-        """
-        place = (id(module), name)
-        if place not in self.reads:
-            self.reads[place] = (module, snapshot_value(value))
-            if key is not None:
-                self.keys[place] = key
-
-    def record_missing(self, module: Any, name: str) -> None:
-        """Remembers that there was no such attribute."""
-        self.record(module, name, _MISSING)
-
-    def held(self, module: Any, name: str, default: Any = None) -> Any:
-        """What an attribute held when it was read as a constant, `default` when it was not."""
-        found = self.reads.get((id(module), name))
-        return default if found is None or found[1] is _MISSING else found[1]
-
-    def changed(self) -> list[tuple[Any, str, Any, Any]]:
-        """Attributes whose present value differs from the one that was read: module, name, old and new value."""
-        found = []
-        for (_, name), (module, old) in self.reads.items():
-            new = _plain_attribute(module, name)
-            if not same_value(old, new):
-                found.append((module, name, old, new))
-        return found
-
 
 _MISSING = object()
 
@@ -175,7 +96,7 @@ class OwnerTracer:
         if self.trace.numbers is not None:
             self.trace.numbers.missing(self, name)
         else:
-            self.recorder.record(self.owner, name, _MISSING)
+            self.recorder.record_missing(self.owner, name)
 
     def write(self, name: str, value: Any) -> None:
         """The step is about to set an attribute."""
@@ -183,6 +104,12 @@ class OwnerTracer:
         self.settled.discard(name)
         if self.trace.numbers is not None and is_number(value) and self.trace.numbers.write(self, name, value):
             self.settled.add(name)
+
+    def code(self, name: str, value: Any) -> None:
+        """The step looked up a method, a property or a function: what that reads elsewhere is watched."""
+        if name in self.owner.__dict__:
+            self.recorder.record(self.owner, name, value)
+        self.recorder.record_code(getattr(value, "fget", None) or value)
 
     def delete(self, name: str) -> None:
         """The step is about to delete an attribute."""
@@ -225,6 +152,8 @@ def tracing_class(cls: type) -> type:
         # Methods and properties are code; what they read is recorded by itself.
         elif not hasattr(type(plain), "__get__") and not is_network(plain):
             return tracer.read(name, plain)
+        else:
+            tracer.code(name, plain)
         return object.__getattribute__(self, name)
 
     def setattribute(self: Any, name: str, value: Any) -> None:

@@ -170,6 +170,11 @@ class Engine(EngineLogs):
         """Called when an attribute of the module was set outside a step."""
         self._dirty = True
 
+    def host_code_ran(self) -> None:
+        """Called after hooks of the user's: they may have changed what a step reads, without any assignment to see."""
+        if self.variants.hidden_reads:
+            self._dirty = True
+
     def check_constants(self) -> None:
         """Drops compiled steps for which an attribute that they read has another value now."""
         self._dirty = False

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlightning.compile.batch_mask import PaddedBatch, refuse_unmasked
-from jaxlightning.compile.effects import OwnerTracer, ReadRecorder, SideEffects, refuse_writes, tracing_class
+from jaxlightning.compile.effects import OwnerTracer, SideEffects, refuse_writes, tracing_class
 from jaxlightning.compile.explain import explain
 from jaxlightning.compile.host_inputs import HostInputs
 from jaxlightning.compile.host_trainer import TrainerView
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.manual_schedulers import recording_schedulers
 from jaxlightning.compile.outputs import OutputTree, is_array
+from jaxlightning.compile.reads import ReadRecorder
 from jaxlightning.compile.replay import HostEffects
 from jaxlightning.compile.trace import Scalars, Trace, activate, trace_level
 from jaxlightning.optim._observed import listening
@@ -140,6 +141,8 @@ def run_user_step(
             instance["_current_fx_name"] = fx
         try:
             function = getattr(module, fx)
+            if info is not None:
+                info.reads.record_code(function)
             if forward:
                 args = [] if isinstance(batch, dict) else list(batch) if isinstance(batch, tuple) else [batch]
                 kwargs = batch if isinstance(batch, dict) else {}
@@ -170,6 +173,8 @@ def run_user_step(
             refuse_unmasked(trace, f"{cls.__name__}.{fx}")
     if generators is not None:
         _refuse_host_draws(generators, f"{cls.__name__}.{fx}")
+    if strict and info is not None and not trace.silent:
+        info.reads.refuse_changes(f"{cls.__name__}.{fx}")
     return result
 
 

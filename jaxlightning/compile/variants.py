@@ -27,6 +27,7 @@ from jaxlightning.compile.packing import SlotTable
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import RetraceError, Scalars
+from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from jaxlightning.compile.engine import Engine
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["CompiledStep", "Variants", "weak_integers"]
 
 _log = logging.getLogger("jaxlightning")
+
+_MANY_CHANGES = 4
+"""So many changes of one constant are worth a warning."""
 
 _MAX_RETRACES = 100
 """Traces of one variant that end in a discovery; each settles at least one attribute for good."""
@@ -166,6 +170,8 @@ class Variants:
         self.counts: dict[str, int] = {}
         self.latest: dict[str, CompiledStep] = {}
         self.moment = 0
+        self.changes: dict[str, int] = {}
+        self.hidden_reads = False
         self._cache: dict[Any, VariantGroup[CompiledStep]] = {}
         self._rooms: dict[Any, Room] = {}
         self._stage_sensitive = False
@@ -187,11 +193,14 @@ class Variants:
         for group in self._cache.values():
             for variant in group.variants():
                 changed = variant.info.reads.changed()
-                for owner, name, old, new in changed:
-                    key = variant.info.reads.keys.get((id(owner), name))
-                    key = f"self.{prefixes.get(id(owner), '')}{name}" if key is None else key
+                for read in changed:
+                    key = (
+                        f"self.{prefixes.get(id(read.holder), '')}{read.name.replace('_hparams', 'hparams')}"
+                        if read.key is None
+                        else read.key
+                    )
                     dropped.setdefault(variant.kind, {})[key] = None
-                    if is_simple(old) and is_simple(new):
+                    if is_simple(read.kept) and is_simple(read.now):
                         # From now on it is looked at before each step; another change compiles nothing, or once for
                         # each value where Python decides by it.
                         facts.numbers.setdefault(key, "changed")
@@ -199,6 +208,14 @@ class Variants:
                     group.remove(lambda other, gone=variant: other is gone)  # type: ignore[misc]
         for kind, names in dropped.items():
             _log.info("%s: %s changed, so the %s step is compiled again.", self.owner, ", ".join(names), kind)
+        for key in {key: None for names in dropped.values() for key in names}:
+            self.changes[key] = self.changes.get(key, 0) + 1
+            if self.changes[key] == _MANY_CHANGES:
+                rank_zero_warn(
+                    f"`{key}` of {self.owner} changed {_MANY_CHANGES} times, and each time the step was compiled "
+                    "again. Make it an array (`jnp.asarray(...)`), or a plain number on the module: both are inputs of "
+                    "the compiled step."
+                )
         return bool(dropped)
 
     def drop_readers(self, fresh: list[tuple[Any, str]]) -> bool:
@@ -425,6 +442,7 @@ class Variants:
         if group is None:
             group = self._cache[key] = VariantGroup(f"{self.owner}'s {variant.kind} step")
         host = variant.info.host
+        self.hidden_reads = self.hidden_reads or variant.info.reads.hidden
         variant.group = group
         self.latest[variant.kind] = variant
         group.add(() if host is None else tuple(host.guards.values()), variant, self.moment)

@@ -191,6 +191,8 @@ def call_callback_hooks(
     for hook in hooks:
         hook(trainer, module, *args, **kwargs)
     _leave(module, previous)
+    if trainer._engine is not None:
+        trainer._engine.host_code_ran()
 
 
 def call_lightning_module_hook(trainer: Trainer, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -209,6 +211,8 @@ def call_lightning_module_hook(trainer: Trainer, name: str, *args: Any, **kwargs
         with profiler.profile(f"[LightningModule]{type(module).__name__}.{name}"):
             output = hook(*args, **kwargs)
     _leave(module, previous)
+    if trainer._engine is not None:
+        trainer._engine.host_code_ran()
     return output
 
 

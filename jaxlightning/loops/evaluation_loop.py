@@ -182,6 +182,7 @@ class EvaluationLoop(Loop):
         eval_step, seen = engine.eval_step, self._seen_batches
         space = vars(module)
         step_name = f"{word}_step"
+        host_code = trainer._hooks.wants_outputs(start_name) or trainer._hooks.wants_outputs(end_name)
         space["_current_fx_name"] = step_name
         for (batch, batch_idx, dataloader_idx), last in stream:
             progress.is_last_batch = last
@@ -201,6 +202,8 @@ class EvaluationLoop(Loop):
                 space["_current_fx_name"] = step_name
             total.started += 1
             current.started += 1
+            if host_code:
+                engine.host_code_ran()
             out = eval_step(
                 stage,
                 batch,

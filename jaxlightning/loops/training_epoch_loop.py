@@ -187,6 +187,7 @@ class TrainingEpochLoop(Loop):
         # Entered anew after each validation; between two batches of one epoch nobody else takes its place.
         results = None
         quiet = QuietBatches.of(self, stream, clip)
+        host_code = want_outputs or hooks.wants_outputs("on_train_batch_start")
         returned = stream.returned
         # The name that `self.log` sees; hooks change it and put it back. See `call._enter` for the way it is written.
         space = vars(module)
@@ -254,6 +255,8 @@ class TrainingEpochLoop(Loop):
                         break
                 total.started += 1
                 current.started += 1
+                if host_code:
+                    engine.host_code_ran()
                 accumulate = trainer.accumulate_grad_batches
                 if accumulate == 1:
                     window_start = apply = True

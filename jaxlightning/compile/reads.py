@@ -1,0 +1,104 @@
+"""Constants that a trace read: on the module, its child modules, objects beside them, in closures and globals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlightning.compile.watched import MISSING, current_value, in_place, same, snapshot, used_by
+
+__all__ = ["Read", "ReadRecorder"]
+
+
+@dataclass
+class Read:
+    """One constant.
+
+    Attributes:
+        holder: The module or object, the dictionary of globals, or the cell of a closure that holds it.
+        name: Its name there.
+        kept: A snapshot of what it was.
+        key: How the user reaches it, where that is not `self.<name>`.
+    """
+
+    holder: Any
+    name: str
+    kept: Any
+    key: str | None = None
+
+    @property
+    def now(self) -> Any:
+        """What is there now."""
+        return current_value(self.holder, self.name)
+
+
+class ReadRecorder:
+    """What a trace took for constants.
+
+    Attributes:
+        reads: By identity of the holder and by name.
+        hidden: Whether any of it can change without an assignment to an attribute of a module.
+    """
+
+    def __init__(self) -> None:
+        self.reads: dict[tuple[int, str], Read] = {}
+        self.hidden = False
+        self._code: set[int] = set()
+
+    def record(self, holder: Any, name: str, value: Any, key: str | None = None) -> None:
+        """Remembers a read; only the first of each name counts.
+
+        Args:
+            holder: The module, or what else holds the value.
+            name: The attribute.
+            value: What it holds.
+            key: How the user reaches it, where that is not `self.<name>`.
+        """
+        place = (id(holder), name)
+        if place not in self.reads:
+            kept = snapshot(value)
+            self.reads[place] = Read(holder, name, kept, key)
+            inherited = key is None and name not in getattr(holder, "__dict__", ())
+            self.hidden = self.hidden or key is not None or inherited or in_place(kept)
+
+    def record_missing(self, holder: Any, name: str) -> None:
+        """Remembers that there was no such attribute."""
+        self.record(holder, name, MISSING)
+
+    def record_code(self, function: Any) -> None:
+        """Remembers what a method of the user's reads from its closure and from globals."""
+        for holder, name, value, text in used_by(function, self._code):
+            self.record(holder, name, value, text)
+
+    def held(self, holder: Any, name: str, default: Any = None) -> Any:
+        """What an attribute held when it was read as a constant, `default` when it was not."""
+        found = self.reads.get((id(holder), name))
+        return default if found is None or found.kept is MISSING else found.kept
+
+    def changed(self) -> list[Read]:
+        """What is another value now, or was changed in place."""
+        return [read for read in self.reads.values() if not same(read.kept, read.now)]
+
+    def refuse_changes(self, where: str) -> None:
+        """Refuses a step that changed what it had read, in a way that nothing else takes care of.
+
+        Args:
+            where: The user's step, for example `"Net.training_step"`.
+
+        Raises:
+            RuntimeError: Naming what was changed.
+        """
+        lost = []
+        for read in self.changed():
+            now = read.now
+            if same(read.kept, now, grown=True):
+                read.kept = snapshot(now)  # something was cached on it
+            else:
+                lost.append(f"self.{read.name}" if read.key is None else read.key)
+        if lost:
+            raise RuntimeError(
+                f"`{where}` changed {', '.join(f'`{name}`' for name in lost)} in place. The step is compiled: such a "
+                "change would happen once, while it is traced, and never again. Keep numbers, arrays, lists and "
+                "dictionaries that a step changes directly on the module, or change them in a hook such as "
+                "`on_train_batch_end`."
+            )
