@@ -472,7 +472,7 @@ class Engine(EngineLogs):
         if buffer:
             self.ensure_gradient_buffer()
         self.ensure_optimizer_states()
-        if manual and not self.jit:
+        if manual and (manual[0].hooks or not self.jit):
             self.ensure_manual_buffers(range(len(self.binding.optimizers)))
         table = self._table("train")
         variant = self.variants.train(self, options, table, batch, arrays, treedef, positions, ints, env)

@@ -106,6 +106,7 @@ class ManualRun(ManualBase):
         loss = self.binding.precision.convert_output(check_loss(loss, gradient is not None, self.where))
         self.loss = loss
         self._cut("on_before_backward", loss=loss)
+        self._cut("backward", loss=loss)
         allowed = [self._takes_part(leaf) for leaf in self.owned]
         avals = [aval_of(self.raw[leaf]) for leaf in self.owned]
         if self.check:
@@ -188,16 +189,19 @@ class ManualRun(ManualBase):
         """Lets the host run an overridden hook here, with the state as it is now."""
         if hook not in self.options.hooks:
             return
+        self.plan.cut = True
         for owner in range(len(self.binding.optimizers)):
             self._touch(owner, "read")
-        rest, treedef = jax.tree_util.tree_flatten((self.raw, self.trace.variables, tuple(self.opt_states)))
+        state = (self.nested(self.raw), dict(self.trace.variables), tuple(self.opt_states))
+        rest, treedef = jax.tree_util.tree_flatten(state)
         avals = [aval_of(self.raw[leaf]) for leaf in self.owned] + [aval_of(value) for value in rest]
-        event = Cut(avals, hook, len(self.owned), index, loss is not None)
+        names = [self.paths[leaf] for leaf in self.owned]
+        event = Cut(avals, hook, len(self.owned), index, loss is not None, treedef, names)
         operands = [*(self.gradients[leaf] for leaf in self.owned), *rest, *([] if loss is None else [loss])]
         results = emit(event, *operands)
         self.gradients.update(zip(self.owned, results[: len(self.owned)], strict=True))
-        raw, variables, states = jax.tree_util.tree_unflatten(treedef, results[len(self.owned) :])
-        self.raw, self.opt_states = list(raw), list(states)
+        params, variables, states = jax.tree_util.tree_unflatten(treedef, results[len(self.owned) :])
+        self.raw, self.opt_states = jax.tree_util.tree_leaves(params), list(states)
         self.trace.variables.update(variables)
         self._show(list(range(len(self.raw))))
         self._publish()

@@ -86,6 +86,7 @@ class EagerRun(ManualBase):
         self._enter("`manual_backward`")
         loss = self.binding.precision.convert_output(check_loss(loss, gradient is not None, self.where))
         self._cut("on_before_backward", loss=loss)
+        self._cut("backward", loss=loss)
         self.loss = loss
         self.backwards += 1
         changes = {leaf: jnp.zeros_like(self.raw[leaf]) for leaf in self.owned if self._inexact(leaf)}
@@ -160,28 +161,22 @@ class EagerRun(ManualBase):
     def _cut(self, hook: str, *, index: int | None = None, loss: Any = None) -> None:
         if hook not in self.options.hooks:
             return
-        host = self.binding.engine.manual
-        before = self._snapshot()
-        after = host.call_hook(hook, before, self.owned, index, loss)
-        self.gradients = {leaf: after.gradients[leaf] for leaf in after.gradients}
+        from jaxlightning.compile.manual_hooks import HookState, run_hook, undisturbed
+
+        state = HookState(
+            self.nested(self.raw),
+            dict(self.trace.variables),
+            tuple(self.opt_states),
+            {self.paths[leaf]: value for leaf, value in self.gradients.items()},
+        )
+        with undisturbed(self.binding):
+            after = run_hook(self.binding.engine, hook, state, index, loss)
+        self.gradients = {leaf: after.gradients[self.paths[leaf]] for leaf in self.gradients}
+        self.raw, self.opt_states = jax.tree_util.tree_leaves(after.params), list(after.opt_states)
         self.trace.variables.update(after.variables)
-        self.opt_states = list(after.opt_states)
-        self.raw = list(after.raw)
         self.history.append(list(self.raw))
         self._show(list(range(len(self.raw))))
         self._publish()
-
-    def _snapshot(self) -> Any:
-        from jaxlightning.compile.manual_hooks import HookState
-
-        return HookState(
-            raw=list(self.raw),
-            treedef=self.treedef,
-            variables=dict(self.trace.variables),
-            opt_states=tuple(self.opt_states),
-            gradients=dict(self.gradients),
-            paths=self.paths,
-        )
 
     def finish(self) -> TrainState:
         """The training state after the step."""
@@ -229,6 +224,7 @@ class ReplayRun(ManualBase):
         """Ends the replay at its call; earlier ones have done their work already."""
         self._enter("`manual_backward`")
         self._cut("on_before_backward")
+        self._cut("backward")
         self._backwards += 1
         if self._backwards == self.stop:
             raise _ReachedError(loss)

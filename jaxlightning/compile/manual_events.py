@@ -58,6 +58,7 @@ class ManualPlan:
         schedulers: The schedulers that step, in order.
         live: Optimizers that hold gradients when the step ends.
         dropped: Those whose gradients nobody will read, because every step begins by forgetting them.
+        cut: Whether hooks run on the host in the middle of the step.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -65,6 +66,7 @@ class ManualPlan:
     schedulers: list[Any] = field(default_factory=list)
     live: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
+    cut: bool = False
 
 
 class RetraceManualError(Exception):
@@ -183,12 +185,18 @@ class Cut(Event):
         gradients: How many of the operands are gradients.
         index: Number of the optimizer that is about to step, or None.
         has_loss: Whether the last operand (which has no result) is the loss.
+        treedef: Structure of the operands after the gradients: parameters, variables, optimizer states.
+        paths: Names of the gradients.
+        present: Which of the gradients are there.
     """
 
     hook: str
     gradients: int
     index: int | None
     has_loss: bool
+    treedef: Any
+    paths: list[str]
+    present: list[bool] = field(default_factory=list)
 
 
 event_p = Primitive("manual_event")

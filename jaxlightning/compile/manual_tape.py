@@ -12,6 +12,7 @@ is known for every equation before anything is evaluated: equations in a row wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ from jaxlightning.compile.manual_events import (
 )
 from jaxlightning.optim import clip_gradients
 
-__all__ = ["probe", "resolve"]
+__all__ = ["function_of", "probe", "resolve"]
 
 
 class _Nothing:
@@ -191,7 +192,7 @@ class _Tape:
         bound = {var for equation in equations for var in equation.outvars}
         operands = _unique(v for e in equations for v in _vars(e.invars) if v not in bound)
         results = self._used_later(equations)
-        values = _function(equations, operands, results, self.jaxpr.effects)(*(self.env[v] for v in operands))
+        values = function_of(equations, operands, results, self.jaxpr.effects)(*(self.env[v] for v in operands))
         self.env.update(zip(results, values, strict=True))
 
     def _finish(self, waiting: list[Any], run: _Run | None) -> None:
@@ -206,7 +207,7 @@ class _Tape:
         used = self._used_later(run.equations)
         results = [v for v in used if self.masks.get(v, 0)]
         others = [v for v in used if not self.masks.get(v, 0)]
-        function = _function(run.equations, [*inputs, *constants], [*results, *others], self.jaxpr.effects)
+        function = function_of(run.equations, [*inputs, *constants], [*results, *others], self.jaxpr.effects)
         constant_values = [self.env[v] for v in constants]
         reached: set[int] = set()
 
@@ -318,7 +319,7 @@ def _update(event: Update, operands: list[Any]) -> Sequence[Any]:
 def _cut(event: Cut, operands: list[Any]) -> list[Any]:
     count = event.gradients
     present = [g is not NOTHING for g in operands[:count]]
-    results = emit(event, *_filled(operands[:count], event.avals[:count]), *operands[count:])
+    results = emit(replace(event, present=present), *_filled(operands[:count], event.avals[:count]), *operands[count:])
     return [r if there else NOTHING for r, there in zip(results[:count], present, strict=True)] + results[count:]
 
 
@@ -375,7 +376,7 @@ def _is_float(var: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def _function(
+def function_of(
     equations: list[Any], operands: list[Any], results: list[Any], effects: Any
 ) -> Callable[..., Sequence[Any]]:
     """Equations as a function of some of their variables."""

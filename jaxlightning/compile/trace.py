@@ -61,6 +61,17 @@ class RetraceError(BaseException):
         self.learn = learn
 
 
+@contextmanager
+def outside_of_traces() -> Iterator[None]:
+    """Lets code run as outside of a step, in the middle of one: a hook that an eager step calls."""
+    previous = current_trace()
+    _active.trace = None
+    try:
+        yield
+    finally:
+        _active.trace = previous
+
+
 @dataclass
 class LogEntry:
     """One call of `self.log` inside a step; `weight` None counts as one."""

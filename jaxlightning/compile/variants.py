@@ -22,6 +22,7 @@ from jaxlightning.compile.guards import VariantGroup
 from jaxlightning.compile.host_inputs import HostInputs, Room
 from jaxlightning.compile.host_proxy import weak
 from jaxlightning.compile.host_values import HostEnvironment
+from jaxlightning.compile.manual_hooks import SegmentedStep
 from jaxlightning.compile.manual_tape import resolve
 from jaxlightning.compile.packing import SlotTable
 from jaxlightning.compile.run_step import StepInfo
@@ -422,8 +423,11 @@ class Variants:
             info.host.release()
             info.host = info.host if info.host.needed else None
             info.needs_host = info.needs_host or info.host is not None
-        lowered = traced.lower()
-        compiled = lowered.compile()
+        if info.manual is not None and info.manual.cut:
+            lowered, compiled = None, SegmentedStep(traced, engine, example, batch)
+        else:
+            lowered = traced.lower()
+            compiled = lowered.compile()
         seconds = time.perf_counter() - start
         variant = CompiledStep(kind, compiled, info, treedef, positions, seconds, (traced, lowered, compiled))
         self.counts[kind] = self.counts.get(kind, 0) + 1

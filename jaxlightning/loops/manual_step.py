@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.loops.base import Loop
+from jaxlightning.loops.call import call_callback_hooks, call_lightning_module_hook
 from jaxlightning.loops.progress import Progress, ReadyCompleted
 
 if TYPE_CHECKING:
@@ -39,6 +40,17 @@ class ManualStep:
             name for name in HOOKS if hooks.module(name) is not None or (name != "backward" and hooks.any(name))
         )
         self.steps.on_step = self.count
+        self.steps.call = self._hook
+
+    def _hook(self, name: str, index: int | None, loss: Any) -> None:
+        """Runs a hook in the middle of a step: callbacks, then the module."""
+        trainer = self.trainer
+        args = (loss,) if name in ("on_before_backward", "backward") else ()
+        if index is not None:
+            args = (trainer.optimizers[index],)
+        if name != "backward":
+            call_callback_hooks(trainer, name, *args)
+        call_lightning_module_hook(trainer, name, *args)
 
     def count(self, steps: int) -> None:
         """Counts optimizer steps."""
