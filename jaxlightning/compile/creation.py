@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxlightning.compile import batch as batches
 from jaxlightning.compile.paths import flatten, merge
+from jaxlightning.compile.persistent_cache import healing
 from jaxlightning.compile.run_step import run_user_step, step_key
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import weak_integers
@@ -136,4 +137,12 @@ def _creator(
 
 
 def _run(engine: Engine, create: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(create) if engine.jit else create
+    if not engine.jit:
+        return create
+    compiled = jax.jit(create)
+
+    def run(*args: Any) -> Any:
+        with healing():
+            return compiled(*args)
+
+    return run

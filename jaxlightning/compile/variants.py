@@ -25,6 +25,7 @@ from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.manual_hooks import SegmentedStep
 from jaxlightning.compile.manual_tape import resolve
 from jaxlightning.compile.packing import SlotTable
+from jaxlightning.compile.persistent_cache import healing
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import RetraceError, Scalars
@@ -427,7 +428,8 @@ class Variants:
             lowered, compiled = None, SegmentedStep(traced, engine, example, batch)
         else:
             lowered = traced.lower()
-            compiled = lowered.compile()
+            with healing():
+                compiled = lowered.compile()
         seconds = time.perf_counter() - start
         variant = CompiledStep(kind, compiled, info, treedef, positions, seconds, (traced, lowered, compiled))
         self.counts[kind] = self.counts.get(kind, 0) + 1
