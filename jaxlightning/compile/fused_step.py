@@ -119,6 +119,7 @@ class Fusion:
         Returns:
             False when they have to run one by one; nothing has happened then.
         """
+        batches = single.prepared(batches)
         if self.auto and not self._decided():
             return self._try(single, batches, integers)
         stacked = self.stack(batches, single.variant.treedef)

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxlightning.compile.batch_mask import PaddedBatch
 from jaxlightning.compile.engine import Engine, StepOutput
+from jaxlightning.compile.repeated_step import RepeatedStep
 from jaxlightning.metrics._batch_size import first_batch_size
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
@@ -137,6 +138,20 @@ class _Cut:
         return self._tree.rebuild(_cut(arrays, self._size, self._rows))
 
 
+class _PaddedRepeatedStep(RepeatedStep):
+    """Pads what it runs."""
+
+    engine: PaddingEngine
+
+    def prepared(self, batches: list[Any]) -> list[Any]:
+        return [self.engine.padding("train", None, batch)[0] for batch in batches]
+
+    def __call__(self, batch: Any, integers: Any) -> bool:
+        if type(batch) is not PaddedBatch:
+            batch, _ = self.engine.padding("train", None, batch)
+        return super().__call__(batch, integers)
+
+
 class PaddingEngine(Engine):
     """An engine whose steps see padded batches; made only when they are asked for, so nobody else pays.
 
@@ -166,6 +181,11 @@ class PaddingEngine(Engine):
             return super(PaddingEngine, self).eval_step(stage, padded, **kwargs)
 
         return self._padded(stage, kwargs.get("dataloader_idx"), batch, run, (), {})
+
+    def repeated_step(self, clip: tuple[float | None, str | None], want_outputs: bool) -> RepeatedStep | None:
+        """See `Engine.repeated_step`."""
+        plain = super().repeated_step(clip, want_outputs)
+        return None if plain is None else _PaddedRepeatedStep(self, plain.variant)
 
     def _padded(
         self, stage: str, dataloader_idx: int | None, batch: Any, run: Callable[..., StepOutput], args: Any, kwargs: Any

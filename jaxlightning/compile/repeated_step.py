@@ -112,6 +112,10 @@ class RepeatedStep:
             host.finish(env)
         return True
 
+    def prepared(self, batches: list[Any]) -> list[Any]:
+        """Batches as the variant takes them; those of the loader, unless somebody pads them."""
+        return batches
+
     def take(self, result: tuple[Any, ...]) -> None:
         """Carries on from what a call gave that did the work of several."""
         self.engine._leaves = result[0]

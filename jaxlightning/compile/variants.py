@@ -27,6 +27,7 @@ from jaxlightning.compile.manual_tape import resolve
 from jaxlightning.compile.packing import SlotTable
 from jaxlightning.compile.persistent_cache import healing
 from jaxlightning.compile.run_step import StepInfo
+from jaxlightning.compile.shape_report import ShapeReport
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import RetraceError, Scalars
 from jaxlightning.utilities.rank_zero import rank_zero_warn
@@ -171,6 +172,7 @@ class Variants:
         self.owner = owner
         self.counts: dict[str, int] = {}
         self.latest: dict[str, CompiledStep] = {}
+        self.shape_report = ShapeReport(owner)
         self.moment = 0
         self.changes: dict[str, int] = {}
         self.hidden_reads = False
@@ -242,6 +244,7 @@ class Variants:
         positions: Any, ints: Any, env: HostEnvironment,
     ) -> CompiledStep:  # fmt: skip
         """The variant for one training batch."""
+        self.shape_report.note("train", batch)
 
         def key() -> Any:
             shapes = (engine.state_treedef, treedef, positions, _shapes(engine.leaves), _shapes(arrays))
@@ -295,6 +298,7 @@ class Variants:
     ) -> CompiledStep:  # fmt: skip
         """The variant for one evaluation or prediction batch."""
         asked = options
+        self.shape_report.note(options.stage, batch)
         if options.stage == "sanity_check" and not self._stage_sensitive:
             options = dataclasses.replace(options, stage="validate")  # the same step: compiled once for both
 

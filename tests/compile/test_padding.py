@@ -115,6 +115,34 @@ def test_several_devices_get_a_batch_that_divides() -> None:
         np.testing.assert_allclose(other.callback_metrics[name], value, rtol=2e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_batches_without_hooks_between_them_are_padded_too(steps: int) -> None:
+    class Quiet(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Dense(3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            losses = optax.softmax_cross_entropy_with_integer_labels(self.net(batch[0]), batch[1])
+            loss = jnp.mean(losses, where=self.batch_mask)
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return optax.sgd(0.1)
+
+    results = []
+    for options in ({}, {"pad_batches": True, "steps_per_dispatch": steps}):
+        made = trainer(**options)
+        made.fit(Quiet(), loader(batch_size=10))
+        results.append((float(made.callback_metrics["loss_epoch"]), made.state.params, made._engine.trace_counts))
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=2e-6)
+    for left, right in zip(jax.tree.leaves(results[0][1]), jax.tree.leaves(results[1][1]), strict=True):
+        np.testing.assert_allclose(left, right, rtol=2e-5, atol=1e-7)
+    assert results[0][2]["train"] == 2
+    assert results[1][2]["train"] == 1
+
+
 def test_predictions_are_those_of_the_real_rows() -> None:
     module, made = run(pad_batches=True)
     found = made.predict(module, loader())
