@@ -2,7 +2,7 @@
 # make test    run the tests; `make test-all` adds the slow ones, those that need TensorFlow and grain, and the
 #              comparison of 300 random configurations with PyTorch Lightning
 # make lint    ruff, and mypy on the installed package
-# make bench   time per step beside a hand-written loop, and the time of the import
+# make bench   time per step beside a hand-written loop, images per second of a loader, and the time of the import
 #
 # Each makes its own virtual environment on first use. What can be chosen on the command line:
 #   PYTHON=python3.12   the interpreter (default: the first of python3.11, 3.12, 3.13, 3.14, python3 that is new enough)
@@ -82,6 +82,7 @@ lint: $(READY_TEST)
 bench: $(READY_TEST)
 	@$(PY) benchmarks/import_time.py --json benchmarks/results/import_time.json
 	@$(PY) benchmarks/overhead.py --json benchmarks/results/overhead.json
+	@if [ "$(TORCH)" = yes ]; then $(PY) benchmarks/input.py --json benchmarks/results/input.json; fi
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -42,8 +42,15 @@ def test_the_ratio_is_that_of_the_medians(harness) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [["overhead.py", "--pairs", "4", "--steps", "50", "--limit", "1000"], ["import_time.py", "--pairs", "1"]],
-    ids=["overhead", "import_time"],
+    [
+        ["overhead.py", "--pairs", "4", "--steps", "50", "--limit", "1000"],
+        ["import_time.py", "--pairs", "1"],
+        pytest.param(
+            ["input.py", "--pairs", "4", "--plain-batches", "3", "--our-batches", "20", "--limit-factor", "0"],
+            marks=[pytest.mark.torch, pytest.mark.lightning],
+        ),
+    ],
+    ids=["overhead", "import_time", "input"],
 )
 def test_a_benchmark_runs_and_writes_its_result(options: list[str], tmp_path: Path) -> None:
     script, *rest = options
