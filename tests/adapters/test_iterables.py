@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import os
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -286,6 +288,33 @@ def test_entry_points_register_adapters(monkeypatch: pytest.MonkeyPatch) -> None
         assert as_source(loader) is loader
     finally:
         unregister_adapter("some.package:Loader")
+
+
+def test_an_installed_package_brings_its_adapter_without_being_imported(tmp_path: Path) -> None:
+    """A real distribution on the path, as `pip install` leaves it; `other` must not be imported by anybody but us."""
+    info = tmp_path / "other_loaders-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-loaders\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[jaxlightning.adapters]\nmine = other_adapter:register\n")
+    (tmp_path / "other_loader.py").write_text("class Loader:\n    def read(self):\n        return [1.0, 2.0]\n")
+    (tmp_path / "other_adapter.py").write_text(
+        "from jaxlightning.adapters import BatchIterator, Source\n"
+        "class OtherSource(Source):\n"
+        "    def _open(self, skip):\n"
+        "        return BatchIterator(self, iter(self.origin.read()[skip:]), self._converter())\n"
+        "def register(register_adapter):\n"
+        "    register_adapter('other_loader:Loader', lambda loader, options: OtherSource(loader, options))\n"
+    )
+    code = (
+        "import other_loader; from jaxlightning.adapters import as_source;"
+        "s = as_source(other_loader.Loader()); print(type(s).__name__, [float(b) for b in s], s.state_dict())"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.stdout.strip() == "OtherSource [1.0, 2.0] {'kind': 'OtherSource', 'epoch': 0, 'batch': 0}"
 
 
 def test_importing_and_reading_arrays_imports_no_framework() -> None:

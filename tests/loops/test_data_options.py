@@ -252,3 +252,48 @@ def test_a_hundred_short_validations_leave_counts_where_they_were(prefetch: int)
         made.validate(module, loader, verbose=False)
     assert counts() == before
     assert len(loader.pulled) == loader.closed == 101
+
+
+def settled() -> tuple[int, int, int]:
+    """The counts once threads that end by themselves are gone: equal for half a second."""
+    deadline = time.monotonic() + 10
+    now, since = counts(), time.monotonic()
+    while time.monotonic() < deadline and time.monotonic() - since < 0.5:
+        time.sleep(0.05)
+        if (latest := counts()) != now:
+            now, since = latest, time.monotonic()
+    return now
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts by /proc")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("where", ["hook", "dataset", "limit"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_run_that_ends_within_an_epoch_leaves_no_worker(where: str, prefetch: int) -> None:
+    from support import torch_data as td
+    from torch.utils.data import DataLoader
+
+    def make() -> Any:
+        data = td.Failing(kind="tensor") if where == "dataset" else td.Samples(n=40, kind="tensor")
+        return DataLoader(data, batch_size=2, num_workers=2)
+
+    class Reading(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch.reshape(batch.shape[0], -1)[:, :1] * 1.0, batch_idx)
+
+    def run() -> None:
+        made = trainer(prefetch_batches=prefetch, limit_train_batches=3 if where == "limit" else 1.0)
+        if where == "limit":
+            made.fit(Reading(), make())
+            return
+        with pytest.raises(RuntimeError, match="planted" if where == "hook" else "sample 7 is broken"):
+            made.fit(Reading(fail_at=3 if where == "hook" else None), make())
+
+    run()  # the worker server starts with the first loader, and stays
+    before = settled()
+    for _ in range(3):
+        run()
+    after = settled()
+    assert all(new <= old for new, old in zip(after, before, strict=True)), (before, after)
