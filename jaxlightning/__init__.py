@@ -18,17 +18,32 @@ _EXPORTS = {
     "JaxLightningModule": "jaxlightning.module",
     "LightningDataModule": "jaxlightning.datamodule",
     "LightningModule": "jaxlightning.module",
+    "PureNetwork": "jaxlightning.compile",
+    "TrainState": "jaxlightning.functional",
     "Trainer": "jaxlightning.trainer",
+    "fit": "jaxlightning.functional",
     "functionalize": "jaxlightning.compile",
     "lr_schedule": "jaxlightning.optim",
     "seed_everything": "jaxlightning.utilities",
 }
-_MODULES = ("adapters", "callbacks", "checkpoint", "loggers", "metrics", "optim", "plugins", "profilers", "utilities")
+_MODULES = (
+    "adapters",
+    "callbacks",
+    "checkpoint",
+    "functional",
+    "loggers",
+    "metrics",
+    "optim",
+    "plugins",
+    "profilers",
+    "utilities",
+)
 
 if TYPE_CHECKING:
     from jaxlightning import adapters as adapters
     from jaxlightning import callbacks as callbacks
     from jaxlightning import checkpoint as checkpoint
+    from jaxlightning import functional as functional
     from jaxlightning import loggers as loggers
     from jaxlightning import metrics as metrics
     from jaxlightning import optim as optim
@@ -37,8 +52,11 @@ if TYPE_CHECKING:
     from jaxlightning import utilities as utilities
     from jaxlightning.adapters import ArrayLoader as ArrayLoader
     from jaxlightning.callbacks import Callback as Callback
+    from jaxlightning.compile import PureNetwork as PureNetwork
     from jaxlightning.compile import functionalize as functionalize
     from jaxlightning.datamodule import LightningDataModule as LightningDataModule
+    from jaxlightning.functional import TrainState as TrainState
+    from jaxlightning.functional import fit as fit
     from jaxlightning.module import JaxLightningModule as JaxLightningModule
     from jaxlightning.module import LightningModule as LightningModule
     from jaxlightning.optim import lr_schedule as lr_schedule

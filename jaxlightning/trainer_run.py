@@ -5,10 +5,10 @@ The order of these calls is what `hooks_full.json` of the conformance suite pins
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
-from jaxlightning.compile.persistent_cache import persistent_cache
 from jaxlightning.loggers import resume_loggers
 from jaxlightning.loops.call import (
     call_callback_hooks,
@@ -40,7 +40,7 @@ def run(trainer: Trainer, model: Any, ckpt_path: Any, weights_only: bool | None)
     Returns:
         What the loop returns.
     """
-    with persistent_cache(trainer._compilation_cache), trainer.precision_plugin.scope():
+    with trainer.precision_plugin.scope():
         return _run(trainer, model, ckpt_path, weights_only)
 
 
@@ -131,7 +131,7 @@ def attach_engine(trainer: Trainer) -> None:
     module, strategy = trainer.lightning_module, trainer.strategy
     before = vars(module).get("_engine")
     seed = trainer._seed()
-    settings = (trainer._jit, trainer._detect_anomaly, trainer._log_compiles)
+    settings = (trainer._jit, trainer._detect_anomaly, trainer._log_compiles, trainer._checkify)
     same = (
         before is not None
         and before is trainer._engine
@@ -148,8 +148,9 @@ def attach_engine(trainer: Trainer) -> None:
             from jaxlightning.compile.padding import PaddingEngine
 
             kind = PaddingEngine
-        engine = kind(
-            module,
+        # The module that stands for a hand-written step has an engine of its own.
+        make = getattr(module, "_make_engine", None) or functools.partial(kind, module)
+        engine = make(
             strategy=strategy,
             jit=settings[0],
             seed=seed,
@@ -157,6 +158,7 @@ def attach_engine(trainer: Trainer) -> None:
             log_compiles=settings[2],
             precision=trainer.precision_plugin,
             on_nonfinite=trainer.on_nonfinite,
+            checkify=settings[3],
         )
         modes = None if before is None else before.binding.modes()
         # Until `attach` the networks still answer to the old engine, which holds the newest values.

@@ -1,6 +1,6 @@
 """From a module to pure compiled steps.
 
-- `networks`, `nnx_networks`, `binding`: Flax networks on a module, bound to the variables of a trace
+- `networks`, `nnx_networks`, `foreign_networks`, `binding`: networks on a module, bound to the variables of a trace
 - `trace`, `effects`, `explain`: what a step reads, logs and must not do
 - `run_step`, `core`, `packing`, `state`: one run of a step, and the pure step functions
 - `variants`, `creation`, `engine_state`, `engine_logs`, `engine`: compiled steps and the state carried between them
@@ -9,6 +9,7 @@
 
 from jaxlightning.compile.engine import Engine as Engine
 from jaxlightning.compile.engine import StepOutput as StepOutput
+from jaxlightning.compile.foreign_networks import PureNetwork as PureNetwork
 from jaxlightning.compile.functional import Functional as Functional
 from jaxlightning.compile.functional import functionalize as functionalize
 from jaxlightning.compile.log_plan import LogKey as LogKey
@@ -30,6 +31,7 @@ __all__ = [
     "LogPlan",
     "NetworkInfo",
     "ParameterSelection",
+    "PureNetwork",
     "StepOutput",
     "current_trace",
     "functionalize",

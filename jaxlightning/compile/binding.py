@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.compile.effects import INTERNAL
+from jaxlightning.compile.foreign_networks import ForeignNetwork, adapt, is_foreign
 from jaxlightning.compile.freezing import decisions_of, initial_mode
 from jaxlightning.compile.networks import LinenNetwork, is_linen, is_nnx, rebuild, walk
 from jaxlightning.compile.nnx_networks import NnxGroup
@@ -111,12 +112,13 @@ class Binding:
                 if network._copy_of is not None:
                     self.engine.copy_variables(network._copy_of, path)
             return network
-        if not is_linen(network):
+        foreign = is_foreign(network)
+        if not is_linen(network) and not foreign:
             return network
         known = self._wrappers.get(id(network))
         if known is not None:
             return known  # the same object under two names: one network, tied
-        origin = network.__dict__.get("_jaxlightning_origin")
+        origin = None if foreign else network.__dict__.get("_jaxlightning_origin")
         init_path = next(
             (
                 w._init_path
@@ -125,7 +127,11 @@ class Binding:
             ),
             path,
         )
-        wrapper = LinenNetwork(network, path, self.engine, init_path)
+        wrapper = (
+            ForeignNetwork(adapt(network), path, self.engine, init_path)
+            if foreign
+            else LinenNetwork(network, path, self.engine, init_path)
+        )
         wrapper.training = self._first_mode(path)
         self._wrappers[id(network)] = wrapper
         self.linen[path] = wrapper
@@ -134,7 +140,7 @@ class Binding:
     def copy_network(self, network: LinenNetwork, memo: dict[int, Any]) -> LinenNetwork:
         """What `copy.deepcopy` of a wrapped network gives: an unplaced one that starts equal to its source."""
         module = copy.deepcopy(network._module, memo)
-        duplicate = LinenNetwork(module, network._path, network._engine, network._init_path)
+        duplicate = type(network)(module, network._path, network._engine, network._init_path)
         duplicate.training = network.training
         duplicate._copy_of = network._path
         return duplicate

@@ -365,9 +365,11 @@ def train_step(
         if flags is not None:
             good = jnp.all(flags)
             kept = jax.tree.map(
-                lambda n, o: jnp.where(good, n, o), (state.params, state.opt_state), (before.params, before.opt_state)
+                lambda n, o: jnp.where(good, n, o),
+                (state.params, state.variables, state.opt_state),
+                (before.params, old.variables, before.opt_state),
             )
-            state = state.replace(params=kept[0], opt_state=kept[1])
+            state = state.replace(params=kept[0], variables=kept[1], opt_state=kept[2])
     logs = [*logs, *device_logs(state, old)]
     info.plan = packing.plan_of(table, logs)
     values, acc = packing.pack(table, logs, old.acc) if table.needed <= table.capacity else (jnp.zeros(()), old.acc)

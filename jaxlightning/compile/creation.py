@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from jaxlightning.compile import batch as batches
+from jaxlightning.compile.checks import checked
+from jaxlightning.compile.explain import explained
 from jaxlightning.compile.paths import flatten, merge
-from jaxlightning.compile.persistent_cache import healing
 from jaxlightning.compile.run_step import run_user_step, step_key
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import weak_integers
@@ -132,17 +133,13 @@ def _creator(
         created.update(trace.created)
         return {n: trace.params[n] for n in trace.created}, {n: trace.variables.get(n, {}) for n in trace.created}
 
+    pure: Callable[..., Any] = create
+    if engine.variants.checks:
+        with_errors = checked(create, engine.variants.checks)
+        pure = lambda *args: with_errors(*args)[1]  # noqa: E731  (what is wrong is found when the step runs)
     # Eagerly the step is to see JAX arrays and Python numbers, as when it runs.
-    return create, (arrays if engine.jit else [jax.numpy.array(a) for a in arrays], ints), created
+    return pure, (arrays if engine.jit else [jax.numpy.array(a) for a in arrays], ints), created
 
 
 def _run(engine: Engine, create: Callable[..., Any]) -> Callable[..., Any]:
-    if not engine.jit:
-        return create
-    compiled = jax.jit(create)
-
-    def run(*args: Any) -> Any:
-        with healing():
-            return compiled(*args)
-
-    return run
+    return explained(jax.jit(create), type(engine.module).__name__) if engine.jit else create

@@ -80,6 +80,7 @@ class Engine(EngineLogs):
         detect_anomaly: Whether a non-finite loss or gradient raises, at the price of one read per step.
         precision: The policy of dtypes; None for "32-true".
         on_nonfinite: What becomes of an update that is not finite: None, "raise", "skip" or "warn".
+        checkify: Kinds of run-time checks that compiled steps carry (see `checks.parse_checks`).
     """
 
     def __init__(
@@ -93,12 +94,15 @@ class Engine(EngineLogs):
         detect_anomaly: bool = False,
         precision: Precision | None = None,
         on_nonfinite: str | None = None,
+        checkify: tuple[str, ...] = (),
     ) -> None:
         if strategy is None:
             from jaxlightning.parallel import make_strategy
 
             strategy = make_strategy()
-        self.variants = Variants(strategy, jit=jit, log_compiles=log_compiles, owner=type(module).__name__)
+        self.variants = Variants(
+            strategy, jit=jit, log_compiles=log_compiles, owner=type(module).__name__, checks=checkify
+        )
         self._eval_acc: dict[str, Any] = {}
         self._hot: dict[Any, CompiledStep] = {}
         self._hot_eval: dict[Any, CompiledStep] = {}
@@ -288,7 +292,7 @@ class Engine(EngineLogs):
                     self._nnx_stale = True
                     info = variant.info
                     if finite is not None:
-                        self._raise_anomaly(finite, variant, micro_step)
+                        self._raise_anomaly(finite, variant, micro_step, batch)
                     if not info.skipped:
                         for handle in handles:
                             handle.updates += 1
@@ -425,7 +429,7 @@ class Engine(EngineLogs):
             )
         self._nnx_stale = True
         if finite is not None:
-            self._raise_anomaly(finite, variant, micro_step)
+            self._raise_anomaly(finite, variant, micro_step, batch)
         if variant.info.effects is not None:
             variant.info.effects(self._real_rows(effects))
         if variant.info.host is not None and env is not None:
@@ -492,14 +496,21 @@ class Engine(EngineLogs):
         self._floats_changed = False
         self._floats = self.strategy.put(self._floats)
 
-    def _raise_anomaly(self, finite: Any, variant: CompiledStep, micro_step: int) -> None:
+    def _raise_anomaly(self, finite: Any, variant: CompiledStep, micro_step: int, batch: Any) -> None:
         flags = np.asarray(finite)
         if not flags.all():
+            from jaxlightning.compile.anomaly import raise_anomaly
+
+            state = self.tree  # as it was before: the step keeps what it had when a flag is down
             name = variant.info.finite_names[int(np.argmin(flags))]
-            raise RuntimeError(
-                f"`detect_anomaly=True`: {name} is not finite in training batch {micro_step} (counted over the run, "
-                "from 0) "
-                f"of {type(self.module).__name__}. The parameters are those before this batch."
+            raise_anomaly(
+                name,
+                batch,
+                micro_step,
+                type(self.module).__name__,
+                self.module,
+                params=state.params,
+                variables=state.variables,
             )
 
     def update_step(self, *, window_count: int = 1, accumulate: int = 1) -> None:
@@ -650,7 +661,7 @@ class Engine(EngineLogs):
             infos.append(
                 NetworkInfo(
                     name=name,
-                    type_name=kind.__name__,
+                    type_name=kind.__name__ if linen is None else getattr(linen._module, "type_name", kind.__name__),
                     params=params.get(name),
                     variables=variables.get(name),
                     mode="train" if modes.get(name, True) else "eval",

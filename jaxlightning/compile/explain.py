@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
-__all__ = ["explain"]
+__all__ = ["explain", "explained"]
 
 _DECISION = (
     "The step is compiled: inside it arrays (and batch_idx, self.global_step, self.current_epoch) have no value "
@@ -22,6 +25,7 @@ _TORCH = (
     "A torch tensor or a torch function is used inside the step. The step works on JAX arrays (the batch arrives as "
     "such): use jax.numpy / jax.nn / optax there, and keep torch in the data loader."
 )
+_CHECK = 'A `checkify.check` in a compiled step needs `Trainer(checkify="user")`, or `checkify=True` for all checks.'
 
 
 def explain(error: BaseException, where: str) -> None:
@@ -44,10 +48,30 @@ def explain(error: BaseException, where: str) -> None:
         note = _DECISION
     elif isinstance(error, TypeError) and ("item assignment" in text or "immutable" in text):
         note = _IN_PLACE
+    elif "checkify.check" in text and "not functionalized" in text:
+        note = _CHECK
     elif isinstance(error, TypeError | AttributeError | RuntimeError | ValueError) and _mentions_torch(text):
         note = _TORCH
     if note is not None and note not in getattr(error, "__notes__", []):
         error.add_note(f"In `{where}`: {note}")
+
+
+def explained(call: Callable[..., Any], where: str) -> Callable[..., Any]:
+    """A call whose errors get advice: some are raised only when a traced step is compiled.
+
+    Args:
+        call: Traces and compiles.
+        where: Whose step it is.
+    """
+
+    def run(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:
+            explain(error, where)
+            raise
+
+    return run
 
 
 def _mentions_torch(text: str) -> bool:

@@ -66,7 +66,13 @@ def is_nnx(value: Any) -> bool:
 
 def is_network(value: Any) -> bool:
     """Whether the object is a network of any kind that the engine binds."""
-    return isinstance(value, LinenNetwork) or is_linen(value) or is_nnx(value)
+    return isinstance(value, LinenNetwork) or is_linen(value) or is_nnx(value) or _is_foreign(value)
+
+
+def _is_foreign(value: Any) -> bool:
+    from jaxlightning.compile.foreign_networks import is_foreign
+
+    return is_foreign(value)
 
 
 _MAX_DEPTH = 6

@@ -15,8 +15,10 @@ import numpy as np
 
 from jaxlightning.compile import batch as batches
 from jaxlightning.compile import core
+from jaxlightning.compile.checks import checked, raising
 from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.effects import is_simple
+from jaxlightning.compile.explain import explained
 from jaxlightning.compile.guarded_update import guarded_update
 from jaxlightning.compile.guards import VariantGroup
 from jaxlightning.compile.host_inputs import HostInputs, Room
@@ -25,7 +27,6 @@ from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.manual_hooks import SegmentedStep
 from jaxlightning.compile.manual_tape import resolve
 from jaxlightning.compile.packing import SlotTable
-from jaxlightning.compile.persistent_cache import healing
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.shape_report import ShapeReport
 from jaxlightning.compile.state import TrainState
@@ -163,13 +164,17 @@ class Variants:
         jit: Whether to compile at all.
         log_compiles: Whether to report each compilation at INFO.
         owner: Class name of the module, for messages.
+        checks: Kinds of run-time checks, see `checks`; with any of them nothing is donated.
     """
 
-    def __init__(self, strategy: Any, *, jit: bool, log_compiles: bool, owner: str) -> None:
+    def __init__(
+        self, strategy: Any, *, jit: bool, log_compiles: bool, owner: str, checks: tuple[str, ...] = ()
+    ) -> None:
         self.strategy = strategy
         self.jit = jit
         self.log_compiles = log_compiles
         self.owner = owner
+        self.checks = checks
         self.counts: dict[str, int] = {}
         self.latest: dict[str, CompiledStep] = {}
         self.shape_report = ShapeReport(owner)
@@ -416,12 +421,14 @@ class Variants:
             self._keep(key, variant, engine)
             return variant
         example = (*args(), *_host_example(info))
+        if self.checks:
+            function, donate = checked(function, self.checks), ()
         traced = self.strategy.jit(function, example, donate=donate, batch=batch).trace(*example)
         if table is not None and table.needed > table.capacity:
             # More keys than the accumulators have room for: grow them and trace once more.
             engine.grow_accumulators(table)
             info = self._info(key, engine, env)
-            function = build(info)
+            function = build(info) if not self.checks else checked(build(info), self.checks)
             example = (*args(), *_host_example(info))
             traced = self.strategy.jit(function, example, donate=donate, batch=batch).trace(*example)
         if info.host is not None:
@@ -429,13 +436,18 @@ class Variants:
             info.host = info.host if info.host.needed else None
             info.needs_host = info.needs_host or info.host is not None
         if info.manual is not None and info.manual.cut:
+            if self.checks:
+                raise NotImplementedError(
+                    "`Trainer(checkify=...)` does not work with hooks inside a manually optimized step "
+                    "(on_before_backward, on_after_backward, on_before_optimizer_step). Take one of them out."
+                )
             lowered, compiled = None, SegmentedStep(traced, engine, example, batch)
         else:
-            lowered = traced.lower()
-            with healing():
-                compiled = lowered.compile()
+            lowered = explained(traced.lower, self.owner)()
+            compiled = lowered.compile()
         seconds = time.perf_counter() - start
-        variant = CompiledStep(kind, compiled, info, treedef, positions, seconds, (traced, lowered, compiled))
+        call = raising(compiled, f"{self.owner} {kind}") if self.checks else compiled
+        variant = CompiledStep(kind, call, info, treedef, positions, seconds, (traced, lowered, compiled))
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self._keep(key, variant, engine)
         self._report(variant, key)

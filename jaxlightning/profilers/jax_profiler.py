@@ -23,6 +23,7 @@ class JaxProfiler(Profiler):
         filename: Name of a sub-folder of `dirpath` for the trace.
         skip_steps: How many steps run before the trace begins.
         num_steps: How many steps the trace covers.
+        perfetto: Whether a `perfetto_trace.json.gz` is written beside TensorBoard's files, for https://ui.perfetto.dev.
 
     Raises:
         ValueError: A number that is out of range.
@@ -35,6 +36,7 @@ class JaxProfiler(Profiler):
         *,
         skip_steps: int = 3,
         num_steps: int = 10,
+        perfetto: bool = True,
     ) -> None:
         super().__init__(dirpath=dirpath, filename=filename)
         if skip_steps < 0 or num_steps < 1:
@@ -44,6 +46,7 @@ class JaxProfiler(Profiler):
             )
         self.skip_steps = skip_steps
         self.num_steps = num_steps
+        self.perfetto = perfetto
         self.trace_dir: str | None = None
         self._seen = 0
         self._is_tracing = False
@@ -104,7 +107,7 @@ class JaxProfiler(Profiler):
         import jax
 
         self.trace_dir = os.path.join(self.dirpath or "jax_trace", self.filename or "")
-        jax.profiler.start_trace(self.trace_dir)
+        jax.profiler.start_trace(self.trace_dir, create_perfetto_trace=self.perfetto)
         self._is_tracing = True
 
     def _stop_trace(self) -> None:

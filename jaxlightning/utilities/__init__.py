@@ -15,12 +15,17 @@ from jaxlightning.utilities.seed import seed_everything as seed_everything
 from jaxlightning.utilities.warnings import PossibleUserWarning as PossibleUserWarning
 
 if TYPE_CHECKING:
+    from jaxlightning.compile.anomaly import load_batch as load_batch
     from jaxlightning.optim import grad_norm as grad_norm
     from jaxlightning.utilities.combined_loader import CombinedLoader as CombinedLoader
 
 
 def __getattr__(name: str) -> Any:
     # Lightning keeps them here; what they belong to imports this package.
+    if name == "load_batch":
+        from jaxlightning.compile.anomaly import load_batch
+
+        return load_batch
     if name == "grad_norm":
         from jaxlightning.optim import grad_norm
 

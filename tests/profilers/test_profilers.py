@@ -173,7 +173,9 @@ def test_the_jax_profiler_writes_a_trace_of_the_steps_asked_for(
     assert traced == [False, False, True, True, False, False]
     profiler.describe()
     assert capsys.readouterr().out.strip().endswith(f"trace of up to 2 steps in {tmp_path}/")
-    assert list(tmp_path.glob("plugins/profile/*/*"))
+    names = {path.name for path in tmp_path.glob("plugins/profile/*/*")}
+    assert "perfetto_trace.json.gz" in names  # for https://ui.perfetto.dev
+    assert any(name.endswith(".xplane.pb") for name in names)  # for TensorBoard
 
 
 @pytest.mark.slow

@@ -111,6 +111,10 @@ def tqdm_class() -> type[Any]:
             if self.plain:
                 self.delay = math.inf  # tqdm takes the bar as one that was never drawn
             super().close()
+            if not type(self)._instances:
+                from jaxlightning.callbacks.progress._stdout import remove
+
+                remove()
 
         def write_line(self) -> None:
             """Write the current state as one plain line."""

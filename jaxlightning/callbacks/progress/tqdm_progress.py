@@ -5,10 +5,10 @@ from __future__ import annotations
 import builtins
 import math
 import os
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from jaxlightning.callbacks.progress import _stdout as above_bars
 from jaxlightning.callbacks.progress._tqdm import finite_or_none, hide, show, tqdm_class
 from jaxlightning.callbacks.progress.progress_bar import ProgressBar
 from jaxlightning.utilities.rank_zero import rank_zero_debug
@@ -133,15 +133,22 @@ class TQDMProgressBar(ProgressBar):
         self._predict_progress_bar = bar
 
     def _make(self, desc: str, **settings: Any) -> Any:
-        return tqdm_class()(
+        bar = tqdm_class()(
             desc=desc,
             position=2 * self.process_position,
             disable=self.is_disabled,
             dynamic_ncols=True,
-            file=sys.stdout,
+            file=above_bars.stream(),
             bar_format=self.BAR_FORMAT,
             **settings,
         )
+        if not bar.disable and not getattr(bar, "plain", True):
+            above_bars.install()
+        return bar
+
+    def teardown(self, trainer: Trainer, pl_module: JaxLightningModule, stage: str) -> None:
+        """Let others write straight to the terminal again."""
+        above_bars.remove()
 
     def init_sanity_tqdm(self) -> Any:
         """Make the bar of the sanity check."""
@@ -374,6 +381,7 @@ class TQDMProgressBar(ProgressBar):
     def on_exception(self, trainer: Trainer, pl_module: JaxLightningModule, exception: BaseException) -> None:
         """Close every bar, so that the traceback begins on a line of its own."""
         self.reset_dataloader_idx_tracker()
+        above_bars.remove()
         for name in reversed(_BARS):
             bar = getattr(self, name)
             if bar is not None:

@@ -1,0 +1,500 @@
+"""The engine of a hand-written step: what `compile.Engine` is for a module, with the same words for the loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlightning.compile.engine_logs import EngineLogs
+from jaxlightning.compile.log_plan import LogMeta, LogPlan
+from jaxlightning.compile.networks import NetworkInfo
+from jaxlightning.compile.packing import SlotTable
+from jaxlightning.functional._evaluation import EvalProgram
+from jaxlightning.functional._held import Held, like, nested, to_host
+from jaxlightning.functional._program import RepeatedProgram, TrainProgram
+from jaxlightning.functional._values import RATE, LogReader, Rate, StepResult, Values
+from jaxlightning.metrics._batch_size import extract_batch_size
+from jaxlightning.utilities.exceptions import MisconfigurationException
+
+__all__ = ["FunctionalEngine"]
+
+NETWORK = "model"
+"""The one network that views and checkpoints show."""
+
+
+class _NoNetworks:
+    """In place of a `Binding`: a hand-written step says itself whether its network trains or evaluates."""
+
+    nnx = None
+    jit = True
+
+    def __init__(self) -> None:
+        self.optimizers: list[Any] = []
+        self.linen: dict[str, Any] = {}
+        self.names = [NETWORK]
+
+    def modes(self) -> dict[str, bool]:
+        return {}
+
+    def restore_modes(self, modes: dict[str, bool]) -> None:
+        """There is nothing to restore."""
+
+    def set_mode(self, training: bool) -> None:
+        """There is nothing to set."""
+
+
+class FunctionalEngine(EngineLogs):
+    """Calls a hand-written step for the trainer's loops.
+
+    Args:
+        module: The `StepModule` that holds the step and its state.
+        strategy: Devices and shardings.
+        jit: Whether a step that is not jitted is jitted.
+        seed: Seed of the run.
+        log_compiles: Accepted for symmetry: `jax.log_compiles` tells about a function of the user's own.
+        detect_anomaly: Whether a loss or a new parameter that is not finite raises, at the price of a read per step.
+        checkify: Kinds of run-time checks that the training step carries.
+        precision: Always that of full precision: `fit` refuses others.
+        on_nonfinite: Always None: `fit` refuses others.
+    """
+
+    fusion: Any = None
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        strategy: Any = None,
+        jit: bool = True,
+        seed: int = 0,
+        log_compiles: bool = False,
+        detect_anomaly: bool = False,
+        checkify: tuple[str, ...] = (),
+        precision: Any = None,
+        on_nonfinite: str | None = None,
+    ) -> None:
+        if strategy is None:
+            from jaxlightning.parallel import make_strategy
+
+            strategy = make_strategy()
+        self.module = module
+        self.strategy = strategy
+        self.jit = jit
+        self.seed = seed
+        self.detect_anomaly = detect_anomaly
+        self.checks = checkify
+        self.binding: Any = _NoNetworks()
+        self.tables: dict[str, SlotTable] = {}
+        self._eval_acc: dict[str, Any] = {}
+        self._train_acc: Any = None
+        self.on_variables_created: list[Callable[[], None]] = []
+        self.has_variables, self.has_gradients, self.keep_gradients = True, False, False
+        self.trace_counts: dict[str, int] = {}
+        self.updates = 0
+        self.held: Held = module.steps.held
+        self._program: TrainProgram | None = None
+        self._evaluations: dict[Any, EvalProgram] = {}
+        self._reader = LogReader(module.steps.train_form, module.steps.loss_names)
+        self._plan = LogPlan()
+        self._rate: Rate | None = None
+        self._spread = strategy.batches_per_step > 1
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Puts the state on the devices of the run, as copies: the user's arrays stay valid."""
+        self.module.__dict__["_engine"] = self
+        copied = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self.held.dynamic())
+        self.held.set_dynamic(self.strategy.put(copied))
+
+    def detach(self) -> None:
+        """Gives NNX objects their last values."""
+        self.held.set_dynamic(self.held.dynamic())
+
+    def set_optimizers(self, handles: list[Any] | None) -> None:
+        """Takes the handle by which callbacks see the optimizer."""
+        self.binding.optimizers = list(handles or [])
+        for handle in self.binding.optimizers:
+            handle.bind(get_state=lambda: self.held.opt)
+
+    def mark_dirty(self) -> None:
+        """A hand-written step reads nothing from the module."""
+
+    modes_changed = sync_modes = check_constants = create_from_example = mark_dirty
+
+    def ensure_created(self, stage: str, batch: Any, scalars: Any) -> None:
+        """The state came complete."""
+
+    def block_until_ready(self) -> None:
+        """Waits until the last dispatched step is done."""
+        jax.block_until_ready(self.held.dynamic())  # type: ignore[no-untyped-call]
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def train_batch(
+        self,
+        batch: Any,
+        batch_idx: int,
+        current_epoch: int,
+        global_step: int,
+        micro_step: int,
+        clip: tuple[float | None, str | None],
+        want_outputs: bool,
+    ) -> Any:
+        """Runs one batch; the arguments are those of `compile.Engine.train_batch`."""
+        program = self._program
+        if program is None:
+            program = self._start(micro_step)
+        held = self.held
+        if self._spread:
+            batch = self._placed_batch(batch)
+        before = (held.carry, held.opt, held.key) if self.detect_anomaly else None
+        held.carry, held.opt, held.key, parts, rate = program.call(held.carry, held.opt, held.key, batch)
+        self.updates += 1
+        values = Values(self._reader, parts, rate, program.rate, micro_step)
+        if not self._plan.metas:
+            self._first_values(values)
+        if before is not None:
+            self._require_finite(values, before, batch, micro_step)
+        return StepResult(self._plan, values)
+
+    def train_step(
+        self, batch: Any, *, batch_idx: int, micro_step: int = 0, accumulate: int = 1, **options: Any
+    ) -> Any:
+        """The same, as the loops call it for accumulation, which a hand-written step has to do itself.
+
+        Raises:
+            MisconfigurationException: If batches are to be accumulated.
+        """
+        if accumulate != 1:
+            raise MisconfigurationException(
+                f"`accumulate_grad_batches={accumulate}` cannot be done around a hand-written step, which makes its "
+                "own update. Wrap the optimizer: `optax.MultiSteps(tx, every_k_schedule=...)`."
+            )
+        return self.train_batch(
+            batch, batch_idx, options.get("current_epoch", 0), options.get("global_step", 0), micro_step, (None, None),
+            bool(options.get("want_outputs")),
+        )  # fmt: skip
+
+    def repeated_step(self, clip: tuple[float | None, str | None], want_outputs: bool) -> RepeatedProgram | None:
+        """What runs batches between which nothing is due; None before the first one."""
+        if self._program is None or not self._plan.metas or self.detect_anomaly or self._spread:
+            return None
+        return RepeatedProgram(self.held, self._program, self._finish_repeated)
+
+    def _finish_repeated(self, count: int, parts: Any, rate: Any, micro_step: int) -> StepResult:
+        self.updates += count
+        rates = self._program.rate if self._program is not None else self._rate
+        return StepResult(self._plan, Values(self._reader, parts, rate, rates, micro_step))
+
+    def grad_step(self, *args: Any, **options: Any) -> Any:
+        """There is no place between gradient and update in a hand-written step.
+
+        Raises:
+            MisconfigurationException: Always.
+        """
+        raise MisconfigurationException(
+            "A callback overrides a hook between gradient and update (on_before_backward ... on_before_optimizer_step)."
+            " A hand-written step computes both in one call, so these hooks cannot run. Use a LightningModule for "
+            "them, or compute what they need in the step and return it in its loss_dict."
+        )
+
+    update_step = grad_step
+
+    def _start(self, micro_step: int) -> TrainProgram:
+        steps = self.module.steps
+        source = self.held.opt if self.held.opt is not None else self.held.dynamic()[0]
+        self._rate = Rate(source, steps.tx)
+        self._rate.offset -= micro_step
+        self._program = TrainProgram(
+            steps.train_step,
+            steps.train_form,
+            self.held,
+            self._rate,
+            jit=self.jit,
+            donate=not self.detect_anomaly,
+            checks=self.checks,
+        )
+        return self._program
+
+    def _first_values(self, values: Values) -> None:
+        """Learns which keys the step logs; the rate comes last unless the step logs it itself."""
+        table = self._table("train")
+        names = list(values.named())
+        if self._rate is not None and self._rate.known and RATE not in names:
+            names.append(RATE)
+        metas = tuple(
+            LogMeta(
+                fx="training_step", name=name, on_step=True, on_epoch=False, prog_bar=name in ("loss", RATE, names[0])
+            )
+            for name in names
+        )
+        slots = tuple(table.add(meta) for meta in metas)
+        table.capacity = max(table.capacity, table.needed)
+        self._reader.slots = dict(zip(names, slots, strict=True))
+        self._reader.size = table.capacity
+        self._plan = LogPlan(metas, slots)
+
+    def _placed_batch(self, batch: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, self.strategy.batch_sharding(leaf)), batch)
+
+    def _require_finite(self, values: Values, before: Any, batch: Any, micro_step: int) -> None:
+        named = [(f"the loss {name!r}", value) for name, value in values.named().items()]
+        carry = self.held.rebuild(self.held.carry)
+        named += [
+            (f"the updated {jax.tree_util.keystr(path, simple=True, separator='/')}", leaf)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(carry)[0]
+            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
+        flags = np.asarray(_all_finite([value for _, value in named]))
+        if flags.all():
+            return
+        self.held.carry, self.held.opt, self.held.key = before
+        from jaxlightning.compile.anomaly import raise_anomaly
+
+        raise_anomaly(
+            named[int(np.argmin(flags))][0],
+            batch,
+            micro_step,
+            self.module.steps.train_form.where,
+            self.module,
+            params=nested(self._sections(lambda leaf: leaf)["params"]),
+        )
+
+    # --- evaluation ---------------------------------------------------------------------------------------------
+
+    def eval_step(
+        self, stage: str, batch: Any, *, batch_idx: int, dataloader_idx: int | None = None, **_options: Any
+    ) -> Any:
+        """Runs one evaluation batch."""
+        table = self._table(stage)
+        program = self._evaluations.get((stage, dataloader_idx))
+        dynamic = self.held.dynamic()
+        if self._spread:
+            batch = self._placed_batch(batch)
+        if program is None:
+            program = self._start_evaluation(stage, dataloader_idx, dynamic, batch, table)
+        weight = extract_batch_size(batch)
+        acc, values = program(dynamic, self._eval_acc[stage], batch, weight, batch_idx)
+        self._eval_acc[stage] = acc
+        return StepResult(program.plan, values)
+
+    def _start_evaluation(
+        self, stage: str, dataloader_idx: int | None, dynamic: Any, batch: Any, table: SlotTable
+    ) -> EvalProgram:
+        steps = self.module.steps
+        program = EvalProgram(
+            steps.eval_step,
+            steps.eval_form,
+            self.held,
+            steps.eval_view,
+            taken=set(self._reader.slots),
+            dataloader_idx=dataloader_idx,
+            jit=self.jit,
+        )
+        names = program.prepare(dynamic, batch, table)
+        if table.needed > table.capacity:
+            self.grow_accumulators(table)
+        self._evaluations[stage, dataloader_idx] = program
+        self.module.on_metrics_known(names)
+        return program
+
+    def predict_step(self, batch: Any, **_options: Any) -> Any:
+        """A hand-written step predicts nothing.
+
+        Raises:
+            MisconfigurationException: Always.
+        """
+        raise MisconfigurationException(
+            "`jaxlightning.fit` trains and evaluates; call the network yourself to predict."
+        )
+
+    # --- accumulators -------------------------------------------------------------------------------------------
+
+    @property
+    def acc(self) -> Any:
+        """Sums of the training epoch; a hand-written step logs step values only."""
+        return self._train_acc
+
+    @acc.setter
+    def acc(self, value: Any) -> None:
+        self._train_acc = value
+
+    # --- views --------------------------------------------------------------------------------------------------
+
+    def _sections(self, convert: Callable[[Any], Any]) -> dict[str, dict[tuple[str, ...], Any]]:
+        sections: dict[str, dict[tuple[str, ...], Any]] = {"params": {}, "variables": {}, "optimizer": {}}
+        leaves = jax.tree_util.tree_leaves(self.held.dynamic())
+        for (section, path), leaf in zip(self.held.places(), leaves, strict=True):
+            sections[section][path] = convert(leaf)
+        return sections
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """A copy of the parameters, `{"model": nested}`."""
+        return {NETWORK: nested(self._sections(_copy)["params"])}
+
+    @params.setter
+    def params(self, value: Mapping[str, Any]) -> None:
+        self._replace("params", value)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """A copy of everything else that is no optimizer state, `{"model": {collection: nested}}`."""
+        return {NETWORK: nested(self._sections(_copy)["variables"])}
+
+    @variables.setter
+    def variables(self, value: Mapping[str, Any]) -> None:
+        self._replace("variables", value)
+
+    @property
+    def params_live(self) -> dict[str, Any]:
+        """The same copy: only the step itself sees live parameters."""
+        return self.params
+
+    @property
+    def variables_live(self) -> dict[str, Any]:
+        """The same copy."""
+        return self.variables
+
+    @property
+    def opt_state(self) -> Any:
+        """A copy of the optimizer state: the one beside the state, or the one in it."""
+        source = self.held.opt if self.held.opt is not None else getattr(self.held.carry, "opt_state", ())
+        return jax.tree.map(_copy, source)
+
+    @opt_state.setter
+    def opt_state(self, value: Any) -> None:
+        if self.held.opt is None:
+            raise MisconfigurationException("Replace the whole state of a hand-written step, not its `opt_state`.")
+        self.held.opt = self.strategy.put(jax.tree.map(_copy, value))
+
+    @property
+    def step(self) -> int:
+        """Updates of this run."""
+        return self.updates
+
+    @property
+    def grads(self) -> Any:
+        """The gradients stay inside a hand-written step."""
+        return None
+
+    def zero_grad(self) -> None:
+        """There is nothing to forget."""
+
+    def flat_params(self) -> dict[str, Any]:
+        """A copy of all parameters by path."""
+        return {"/".join((NETWORK, *path)): leaf for path, leaf in self._sections(_copy)["params"].items()}
+
+    def params_of(self, network: str) -> Any:
+        """A copy of the parameters."""
+        return self.params.get(network)
+
+    def opt_state_live(self, handle: Any) -> Any:
+        """The live optimizer state."""
+        return self.held.opt
+
+    def networks(self) -> list[NetworkInfo]:
+        """The one network, for summaries."""
+        return [
+            NetworkInfo(
+                name=NETWORK,
+                type_name=self.module.steps.type_name,
+                params=self.params[NETWORK],
+                variables={
+                    name: tree if isinstance(tree, dict) else {name: tree}
+                    for name, tree in self.variables[NETWORK].items()
+                    if name != "state"
+                },
+                mode="train",
+            )
+        ]
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a checkpoint needs, in the sections of `compile.Engine.state_dict`."""
+        sections = self._sections(to_host)
+        return {
+            "params": {NETWORK: nested(sections["params"])},
+            "variables": {NETWORK: nested(sections["variables"])},
+            "optimizer_states": [{"/".join(path): leaf for path, leaf in sections["optimizer"].items()}],
+            "gradients": None,
+            "accumulators": {},
+        }
+
+    def load_state_dict(self, sections: Mapping[str, Any], *, strict: bool = True, weights_only: bool = False) -> None:
+        """Restores what `state_dict` gave.
+
+        Raises:
+            RuntimeError: If the paths or shapes do not fit; the message lists them.
+        """
+        for section in ("params", "variables"):
+            self._replace(section, sections.get(section) or {}, strict=strict)
+        if not weights_only:
+            self.load_optimizer_states(sections.get("optimizer_states") or [])
+
+    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]], *, strict: bool = True) -> None:
+        """Restores the optimizer state."""
+        if states:
+            self._replace("optimizer", dict(states[0]), strict=strict, flat=True)
+
+    def load_gradients(self, gradients: Any) -> None:
+        """A hand-written step keeps no gradients.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError("The checkpoint holds accumulated gradients, so a LightningModule wrote it, not `fit`.")
+
+    def _replace(self, section: str, values: Mapping[str, Any], *, strict: bool = True, flat: bool = False) -> None:
+        leaves, treedef = jax.tree_util.tree_flatten(self.held.dynamic())
+        places = self.held.places()
+        have: dict[tuple[str, ...], Any] = {}
+        if flat:
+            known = {"/".join(path): path for kind, path in places if kind == section}
+            have = {known.get(name, (name,)): leaf for name, leaf in values.items()}
+        else:
+            _collect(values.get(NETWORK, {}), (), have)
+        problems = []
+        wanted = [path for kind, path in places if kind == section]
+        missing = [path for path in wanted if path not in have]
+        problems += [f"missing: {'/'.join(path)}" for path in missing if strict]
+        problems += [f"unexpected: {'/'.join(path)}" for path in have if path not in set(wanted) and strict]
+        for index, (kind, path) in enumerate(places):
+            if kind != section or path not in have:
+                continue
+            new = like(have[path], leaves[index])
+            if jnp.shape(new) != jnp.shape(leaves[index]):
+                problems.append(
+                    f"differing: {'/'.join(path)} is {jnp.shape(new)} in the checkpoint, "
+                    f"{jnp.shape(leaves[index])} here"
+                )
+            leaves[index] = new
+        if problems:
+            raise RuntimeError(
+                f"The {section} in the checkpoint do not fit the state that `fit` was given:\n  "
+                + "\n  ".join(problems[:40])
+            )
+        self.held.set_dynamic(self.strategy.put(jax.tree_util.tree_unflatten(treedef, leaves)))
+
+
+def _collect(tree: Any, path: tuple[str, ...], into: dict[tuple[str, ...], Any]) -> None:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            _collect(value, (*path, str(key)), into)
+    else:
+        into[path] = tree
+
+
+def _copy(leaf: Any) -> Any:
+    return jnp.array(leaf, copy=True)
+
+
+@jax.jit
+def _all_finite(values: list[Any]) -> Any:
+    return jnp.stack([jnp.all(jnp.isfinite(value)) for value in values])
