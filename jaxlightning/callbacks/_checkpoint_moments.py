@@ -67,6 +67,7 @@ class SaveMoments(Checkpoint):
         self._last_time_checked: float | None = None
         self._waits_for_metric = False
         self._validation_ran = False
+        self._outranked: list[str] = []  # what is deleted once the present save is committed
 
     def __getstate__(self) -> dict[str, Any]:
         # While attached a callback has the module's `log`, and with it the module and its devices.
@@ -78,19 +79,24 @@ class SaveMoments(Checkpoint):
             "dirpath": self.dirpath,
             "last_step": self._last_global_step_saved,
             "waits_for_metric": self._waits_for_metric,
+            "outranked": list(self._outranked),
         }
 
-    def load_moments(self, state: Mapping[str, Any], resumed: str) -> None:
+    def load_moments(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         """Take back what `moments` gave, if the run goes on in the same directory.
 
         Args:
+            trainer: The trainer, which has loaded the checkpoint.
             state: What `moments` gave.
-            resumed: The checkpoint that was loaded; the newest of this callback if it lies in its directory.
         """
+        resumed = str(trainer.ckpt_path)  # the newest of this callback if it lies in its directory
         if self.dirpath is not None and state.get("dirpath") == self.dirpath:
             self._last_global_step_saved = int(state["last_step"])
             self._last_checkpoint_saved = resumed if is_inside(resumed, self.dirpath) else ""
             self._waits_for_metric = bool(state["waits_for_metric"])
+            if trainer._checkpoint_connector.auto_resumed:
+                for path in state.get("outranked", ()):  # killed after the commit, before the deletion that follows it
+                    self._remove_checkpoint(trainer, str(path), resumed)
 
     @property
     def every_n_epochs(self) -> int:
@@ -221,6 +227,9 @@ class SaveMoments(Checkpoint):
         raise NotImplementedError
 
     def _save_last_checkpoint(self, trainer: Trainer, candidates: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> None:
         raise NotImplementedError
 
 

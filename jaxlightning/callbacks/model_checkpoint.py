@@ -283,6 +283,7 @@ class ModelCheckpoint(SaveMoments):
         filepath = self._free_name(trainer, candidates, None, self.best_model_path)
         # Before saving, because it is part of the state that is saved.
         previous, self.best_model_path = self.best_model_path, filepath
+        self._outranked = [previous] if self.save_top_k == 1 and previous else []
         self._save_checkpoint(trainer, filepath)
         if self.save_top_k == 1 and previous:
             self._remove_checkpoint(trainer, previous, filepath)
@@ -310,6 +311,7 @@ class ModelCheckpoint(SaveMoments):
                 f"{float(current):0.5f} (best {float(self.best_model_score):0.5f}), saving model to {filepath!r} as "
                 f"top {k}"
             )
+        self._outranked = [outranked] if outranked else []
         self._save_checkpoint(trainer, filepath)
         if outranked:
             self._remove_checkpoint(trainer, outranked, filepath)

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxlightning.checkpoint import _layout
 from jaxlightning.checkpoint._errors import CheckpointError
+from jaxlightning.checkpoint._numpy_handler import registry
 from jaxlightning.checkpoint._relative import RelativePaths
 from jaxlightning.utilities.serialization import OnUnwritable, decode, dtype_or_none, encode
 
@@ -173,7 +174,9 @@ def commit(payload: Payload, target: str | os.PathLike[str]) -> None:
         for described, (_, array) in zip(payload.metadata["items"][name]["arrays"], store.arrays, strict=True):
             described["crc32"] = _crc32(array)
     staged = _layout.staging_path(final)
-    handlers: dict[str, Any] = {name: ocp.PyTreeCheckpointHandler() for name in payload.items}
+    handlers: dict[str, Any] = {
+        name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry()) for name in payload.items
+    }
     arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in payload.items.items()}
     handlers[_layout.METADATA_ITEM] = ocp.JsonCheckpointHandler(filename=_layout.METADATA_FILE)
     arguments[_layout.METADATA_ITEM] = ocp.args.JsonSave(payload.metadata)

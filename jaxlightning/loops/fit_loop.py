@@ -398,7 +398,7 @@ class FitLoop(Loop):
         callbacks = self._saving_callbacks()
         for key, moments in state_dict.get("checkpoint_moments", {}).items():
             if key in callbacks:
-                callbacks[key].load_moments(moments, str(self.trainer.ckpt_path))
+                callbacks[key].load_moments(self.trainer, moments)
 
     def _saving_callbacks(self) -> dict[str, Any]:
         return {each.state_key: each for each in self.trainer.callbacks if callable(getattr(each, "moments", None))}
