@@ -367,23 +367,21 @@ class Trainer(TrainerVerbs, TrainerProperties):
         Args:
             filepath: Where to, usually ending in `.ckpt`.
             weights_only: Leave out optimizers, schedulers and callbacks.
-            storage_options: Not built yet.
+            storage_options: For the file system of a path with a scheme, such as `s3://`, as fsspec takes them.
 
         Raises:
             AttributeError: Before a model was attached.
-            NotImplementedError: For storage options.
+            TypeError: For storage options of a local path.
         """
         if self._module is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call"
                 " `Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
-        if storage_options is not None:
-            raise NotImplementedError("`save_checkpoint(storage_options=...)` is not built yet.")
         self._logger_connector.flush()
         profiler = self._active_profiler
         if profiler is None:
-            self._checkpoint_connector.save_checkpoint(filepath, weights_only)
+            self._checkpoint_connector.save_checkpoint(filepath, weights_only, storage_options)
         else:
             with profiler.profile("save_checkpoint"):
-                self._checkpoint_connector.save_checkpoint(filepath, weights_only)
+                self._checkpoint_connector.save_checkpoint(filepath, weights_only, storage_options)

@@ -114,4 +114,5 @@ def attach_model_callbacks(trainer: Trainer) -> None:
 def default_root(path: str | os.PathLike[str] | None) -> str:
     """Return the directory for everything that has no place of its own; `~` is expanded, URLs are kept."""
     text = os.fspath(path) if path else os.getcwd()
-    return text if "://" in text and not text.startswith("file://") else os.path.normpath(os.path.expanduser(text))
+    text = text.removeprefix("file://")
+    return text if "://" in text else os.path.normpath(os.path.expanduser(text))

@@ -125,6 +125,7 @@ _THREADS_MAY_STAY = (
     "array_type_handler",
     "asyncio_",
     "execnet",
+    "fsspecIO",
     "jax_",
     "metadata_store",
     "orbax",

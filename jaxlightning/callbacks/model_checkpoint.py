@@ -352,7 +352,9 @@ class ModelCheckpoint(SaveMoments):
         # A file that the user named is kept; one that `auto_resume` found is this run's own, and goes when its time has
         # come, as if nothing had happened.
         resumed = None if trainer._checkpoint_connector.auto_resumed else trainer.ckpt_path
-        if resumed is not None and os.path.realpath(previous) == os.path.realpath(resumed):
+        if resumed is not None and not is_remote(previous) and os.path.realpath(previous) == os.path.realpath(resumed):
+            return
+        if resumed is not None and is_remote(previous) and os.fspath(resumed).rstrip("/") == previous.rstrip("/"):
             return
         trainer._checkpoint_connector.remove_checkpoint(previous, within=self.dirpath)
 

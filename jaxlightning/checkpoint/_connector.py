@@ -116,6 +116,11 @@ class CheckpointConnector:
         begun = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0  # a second `fit` goes on from memory
         if not trainer.auto_resume or trainer.fast_dev_run or begun:
             return None
+        if is_remote(trainer.default_root_dir):
+            raise MisconfigurationException(
+                f"`Trainer(auto_resume=True)` looks for checkpoints below `default_root_dir`, which is on another file "
+                f"system here ({trainer.default_root_dir!r}). Use a local directory, or pass `fit(ckpt_path='last')`."
+            )
         self._opened = open_newest(trainer.default_root_dir, clean=trainer.is_global_zero)
         if self._opened is None:
             rank_zero_info("`Trainer(auto_resume=True)` found no checkpoint in %s.", trainer.default_root_dir)
@@ -155,7 +160,12 @@ class CheckpointConnector:
 
     # --- save -------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool | None = None) -> None:
+    def save_checkpoint(
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool | None = None,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
         """Save the present state.
 
         During `fit` this returns when the state is copied; it is on disk after `wait()`, at the latest when `fit` ends.
@@ -163,6 +173,7 @@ class CheckpointConnector:
         Args:
             filepath: The directory to make; what has that name is replaced when the new one is complete.
             weights_only: Leave out what only a continued training needs.
+            storage_options: For the file system of a path with a scheme.
 
         Raises:
             AttributeError: The trainer has no model.
@@ -173,8 +184,11 @@ class CheckpointConnector:
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call "
                 "`Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
-        if is_remote(filepath):
-            raise NotImplementedError(f"Saving to remote storage is not built yet (got {os.fspath(filepath)!r}).")
+        if storage_options and not is_remote(filepath):
+            raise TypeError(
+                f"`Trainer.save_checkpoint(..., storage_options=...)` is for paths with a scheme, such as "
+                f"s3://, but the path is {os.fspath(filepath)!r}."
+            )
         self.writer.wait()  # before the copy is made: at most one state is held beside the live one
         checkpoint = self.dump_checkpoint(weights_only)
         body, trees = _contents.split_for_disk(checkpoint, self._places, self._network_names())
@@ -186,7 +200,7 @@ class CheckpointConnector:
             trees_are_ours=True,
             lenient={MODULE_KEYS[1]: self._describe_hparam, DATAMODULE_KEYS[1]: self._describe_hparam},
         )
-        self.writer.save(payload, filepath)
+        self.writer.save(payload, filepath, storage_options)
         self._finish_unless_training()
 
     def remove_checkpoint(
@@ -237,8 +251,6 @@ class CheckpointConnector:
         self._stored, self._loaded, self._training, self._metrics = None, {}, False, None
         if not checkpoint_path:
             return
-        if is_remote(checkpoint_path):
-            raise NotImplementedError(f"Loading from remote storage is not built yet (got {checkpoint_path!r}).")
         rank_zero_info("Restoring states from the checkpoint path at %s", checkpoint_path)
         opened, self._opened = self._opened, None
         self._stored = opened if opened is not None else _io.StoredCheckpoint(checkpoint_path)

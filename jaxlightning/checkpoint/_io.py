@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlightning.checkpoint import _layout
+from jaxlightning.checkpoint import _layout, _remote
 from jaxlightning.checkpoint._errors import CheckpointError
 from jaxlightning.checkpoint._numpy_handler import registry
 from jaxlightning.checkpoint._relative import RelativePaths
@@ -156,16 +157,22 @@ def snapshot(
     return Payload(items={n: s.nested() for n, s in stores.items() if s.arrays}, metadata=metadata, stores=stores)
 
 
-def commit(payload: Payload, target: str | os.PathLike[str]) -> None:
+def commit(payload: Payload, target: str | os.PathLike[str], options: dict[str, Any] | None = None) -> None:
     """Write a snapshot as one checkpoint, replacing what has that name only when the new one is complete.
 
     Args:
         payload: The snapshot.
         target: The directory to make.
+        options: For the file system of a path with a scheme.
 
     Raises:
         OSError: Writing failed; nothing is left under the final name that was not there before.
     """
+    if _layout.is_remote(target):
+        with tempfile.TemporaryDirectory(prefix="jaxlightning-") as folder:
+            commit(payload, Path(folder, "checkpoint"))
+            _remote.send(Path(folder, "checkpoint"), target, options)
+        return
     import orbax.checkpoint as ocp
 
     final = Path(os.path.abspath(target))
@@ -205,9 +212,11 @@ class StoredCheckpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        _layout.verify(self.path)
-        self._root = self.path.resolve()
+        remote = _layout.is_remote(path)
+        self.path: Path | str = os.fspath(path) if remote else Path(path)
+        local = _remote.fetch_for(self, path) if remote else Path(path)
+        _layout.verify(local)
+        self._root = local.resolve()
         self.metadata: dict[str, Any] = dict(_layout.read_metadata(self._root))
         self._check_header()
         self._loaded: dict[str, list[np.ndarray]] = {}
@@ -261,7 +270,7 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: It is damaged.
         """
-        paths = RelativePaths(self._root)
+        paths = RelativePaths(self.path if _layout.is_remote(self.path) else self._root)
         values: dict[str, Any] = {}
         for key, encoded in self.metadata["checkpoint"].items():
             try:
@@ -379,7 +388,7 @@ def _crc32(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def _check_memory(path: Path, nbytes: int) -> None:
+def _check_memory(path: Path | str, nbytes: int) -> None:
     try:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlightning.checkpoint import _layout, _remote
+
 if TYPE_CHECKING:
     from jaxlightning.trainer import Trainer
 
@@ -53,10 +55,16 @@ def default_directory(trainer: Trainer) -> str:
 
 def find_last(directory: str | os.PathLike[str], *, name: str, extension: str) -> set[str]:
     """Return the checkpoints in a directory whose name begins like that of the last one."""
+    pattern = re.compile(rf"^{name}(-(\d+))?")
+    if _layout.is_remote(directory):
+        return {
+            each
+            for each in _remote.listing(directory)
+            if each.endswith(extension) and pattern.match(each.rpartition("/")[2])
+        }
     root = Path(directory)
     if not root.is_dir():
         return set()
-    pattern = re.compile(rf"^{name}(-(\d+))?")
     return {
         os.path.normpath(entry) for entry in root.iterdir() if entry.suffix == extension and pattern.match(entry.stem)
     }
@@ -64,6 +72,8 @@ def find_last(directory: str | os.PathLike[str], *, name: str, extension: str) -
 
 def is_inside(path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> bool:
     """Say whether a path lies below a directory, with dots and links on the way resolved; a link itself stays one."""
+    if _layout.is_remote(directory) or _layout.is_remote(path):
+        return _remote.is_inside(path, directory)
     absolute = os.path.abspath(path)
     place = Path(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
     return Path(os.path.realpath(directory)) in place.parents

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlightning.checkpoint import _layout
+from jaxlightning.checkpoint import _layout, _remote
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -107,7 +107,11 @@ def _last(trainer: Trainer, fn: str, on_exception: list[Any]) -> str | None:
         finder = getattr(callback, "_find_last_checkpoints", None)
         if finder is not None:
             candidates |= {os.fspath(path) for path in finder(trainer)}
-    dated = {path: _layout.commit_time(Path(path)) for path in candidates if Path(path).exists()}
+    dated = {
+        path: _remote.commit_time(path) if _layout.is_remote(path) else _layout.commit_time(Path(path))
+        for path in candidates
+        if (_remote.exists(path) if _layout.is_remote(path) else Path(path).exists())
+    }
     if not dated:
         rank_zero_warn(
             f'.{fn}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be loaded. '

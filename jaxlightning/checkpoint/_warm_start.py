@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxlightning.checkpoint import _contents, _io, _layout
+from jaxlightning.checkpoint import _contents, _io, _layout, _remote
 from jaxlightning.checkpoint._errors import CheckpointError, NotACheckpointError
 
 Include = str | Sequence[str] | Callable[[str], bool]
@@ -86,14 +87,21 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, _cont
         stored = _io.StoredCheckpoint(path)
         params, variables = stored.tree("params") or {}, stored.tree("variables") or {}
     except NotACheckpointError:
-        params, variables = _read_plain(Path(path)), {}
+        params, variables = _read_plain(path), {}
     places = _contents.state_dict_places(params, variables)
     return {name: value for name, (_, value) in places.items()}, {name: place for name, (place, _) in places.items()}
 
 
-def _read_plain(path: Path) -> dict[str, Any]:
+def _read_plain(given: str | os.PathLike[str]) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
+    if _layout.is_remote(given):
+        local = _remote.fetch(given)
+        try:
+            return _read_plain(local)
+        finally:
+            shutil.rmtree(local.parent, ignore_errors=True)
+    path = Path(given)
     if not path.is_dir():
         _layout.verify(path)
     try:

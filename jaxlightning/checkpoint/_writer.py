@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxlightning.checkpoint import _io, _layout
+from jaxlightning.checkpoint import _io, _layout, _remote
 from jaxlightning.utilities.rank_zero import log
 
-_Operation = tuple[str, Path, Callable[[], None]]
+_Operation = tuple[str, str, Callable[[], None]]
 
 
 class CheckpointWriter:
@@ -48,9 +48,16 @@ class CheckpointWriter:
 
     # --- what callers ask for -----------------------------------------------------------------------------------
 
-    def save(self, payload: _io.Payload, path: str | os.PathLike[str]) -> None:
-        """Write a snapshot; returns before it is on disk when in the background."""
-        self._submit("save", path, lambda: _io.commit(payload, path))
+    def save(self, payload: _io.Payload, path: str | os.PathLike[str], options: dict[str, Any] | None = None) -> None:
+        """Write a snapshot; returns before it is on disk when in the background.
+
+        Args:
+            payload: The snapshot.
+            path: Where it goes.
+            options: For the file system of a path with a scheme.
+        """
+        arguments = (payload, path, options) if options else (payload, path)
+        self._submit("save", path, lambda: _io.commit(*arguments))
 
     def remove(self, path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None) -> None:
         """Delete a checkpoint, after everything asked for earlier was committed.
@@ -59,6 +66,9 @@ class CheckpointWriter:
             path: The checkpoint; anything else is left alone, with a warning.
             within: The directory up to which folders that became empty are removed.
         """
+        if _layout.is_remote(path):
+            self._submit("remove", path, lambda: _remote.delete(path))
+            return
         root = None if within is None else _absolute(within)
         self._submit("remove", path, lambda: _layout.delete_checkpoint(_absolute(path), within=root))
 
@@ -68,12 +78,12 @@ class CheckpointWriter:
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Say whether something has that name, counting what is still to be written or deleted."""
-        place = _absolute(path)
+        place = _place(path)
         with self._lock:
             for kind, pending, _ in reversed(self._queue):
                 if pending == place:
                     return kind == "save"
-        return os.path.lexists(place)
+        return _remote.exists(path) if _layout.is_remote(path) else os.path.lexists(place)
 
     def wait(self) -> None:
         """Wait until everything is on disk.
@@ -102,7 +112,7 @@ class CheckpointWriter:
         else:
             self._raise()
         with self._lock:
-            self._queue.append((kind, _absolute(path), run))
+            self._queue.append((kind, _place(path), run))
             if self._thread is None:
                 # Not a daemon: the interpreter must not end with half a checkpoint written.
                 self._thread = threading.Thread(target=self._work, name="jaxlightning-checkpoint", daemon=False)
@@ -167,6 +177,10 @@ def _prepare() -> None:
 
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_finish_all)
+
+
+def _place(path: str | os.PathLike[str]) -> str:
+    return _remote.normalized(path) if _layout.is_remote(path) else os.path.abspath(path)
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
