@@ -72,6 +72,10 @@ class Probe:
             numbers["batch"] = sum(float(leaf.sum()) for leaf in leaves(batch))
             if isinstance(outputs, dict):
                 numbers.update((f"out.{key}", number(value)) for key, value in outputs.items())
+        if trainer is not None and self.config.get("schedulers") and trainer.optimizers:
+            numbers["lr"] = number(trainer.optimizers[0].param_groups[0]["lr"])
+        if name == "lr_scheduler_step" and args[1] is not None:
+            numbers["metric"] = number(args[1])
         if owner == "callback" and trainer is not None and name in self.config["trace"]["observe"]:
             numbers.update(visible_metrics(trainer))
         self.events.append((text, numbers))
@@ -174,8 +178,18 @@ class Model:
         return self.loss_of(batch)
 
     def configure_optimizers(self) -> Any:
-        step = self.probe.config["step"]
-        return self.side.sgd(self, lr=step["lr"], momentum=step["momentum"])
+        step, plan = self.probe.config["step"], self.probe.config.get("schedulers")
+        optimizer = self.side.sgd(self, lr=step["lr"], momentum=step["momentum"])
+        if plan is None:
+            return optimizer
+        configs = []
+        for spec in plan["configs"]:
+            rest = {key: value for key, value in spec.items() if key not in ("scheduler", "options")}
+            scheduler = getattr(self.side.lr_scheduler, spec["scheduler"])(optimizer, **spec["options"])
+            configs.append({"scheduler": scheduler, **rest})
+        if plan["form"] == "dict":
+            return {"optimizer": optimizer, "lr_scheduler": configs[0]}
+        return [optimizer], configs
 
 
 class Loaders:
@@ -251,6 +265,8 @@ def with_hooks(base: type, owner: str, hooks: Iterable[str], probe: Probe, **ext
 def module_hooks(config: dict[str, Any]) -> list[str]:
     """Return the hooks that the module overrides."""
     hooks = SHARED_EPOCH + MODULE_ONLY
+    if config.get("schedulers") and config["trace"]["batch"]:
+        hooks = [*hooks, "lr_scheduler_step"]
     if config["trace"]["batch"] or config["callbacks"]["skip"]:
         hooks = hooks + SHARED_BATCH
     if config["trace"]["optimizer"]:

@@ -17,7 +17,6 @@ Config = dict[str, Any]
 Result = dict[str, Any]
 
 SKIPPED = {
-    "learning-rate schedulers (SC, LM with changing rates, HK10)": "issue 6",
     "resume and ckpt_path (RS, LP21 with a checkpoint, LO05)": "issue 7",
     "manual optimization (MO, HK23)": "issue 4",
     "time-based intervals and Timer (TF19, TM)": "not deterministic; own tests",
@@ -68,6 +67,66 @@ def _divide_by_real_count(callbacks: list[Any]) -> list[Any]:
                     parameter.grad *= window / count
 
     return [RealCount(), *callbacks]
+
+
+# --- SC02, SC06: frequency counts optimizer steps over the run; a plateau steps when its metric has a new value ---------
+
+
+def _counts_steps(config: Config) -> bool:
+    plan = config.get("schedulers")
+    return plan is not None and any(
+        spec.get("interval") == "step" and spec.get("frequency", 1) > 1 for spec in plan["configs"]
+    )
+
+
+def _has_plateau(config: Config) -> bool:
+    plan = config.get("schedulers")
+    return plan is not None and any("monitor" in spec for spec in plan["configs"])
+
+
+def _step_schedulers_otherwise(*, by_steps: bool, by_news: bool) -> Callable[[list[Any]], list[Any]]:
+    """A change of the reference: its own method, called for one scheduler at a time and only when that one is due."""
+
+    def adapt(callbacks: list[Any]) -> list[Any]:
+        from lightning.pytorch import Callback
+
+        class Otherwise(Callback):
+            def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+                loop, seen = trainer.fit_loop.epoch_loop, {}
+                original = getattr(loop, "_update_learning_rates")  # noqa: B009  (another rule may have replaced it)
+
+                def update(interval: str, update_plateau_schedulers: bool) -> None:
+                    configs = trainer.strategy.lr_scheduler_configs
+                    try:
+                        for config in configs:
+                            if config.interval != interval or config.reduce_on_plateau is not update_plateau_schedulers:
+                                continue
+                            frequency = config.frequency
+                            if by_steps and interval == "step":
+                                if trainer.global_step % frequency:
+                                    continue
+                                config.frequency = 1
+                            value = trainer.callback_metrics.get(config.monitor) if by_news else None
+                            if value is not None and config.reduce_on_plateau:
+                                due = interval == "epoch" or by_steps or (loop.batch_idx + 1) % frequency == 0
+                                if (trainer.current_epoch + 1) % frequency and interval == "epoch":
+                                    due = False
+                                if due and seen.get(id(config)) is value:
+                                    config.frequency = frequency
+                                    continue
+                                if due:
+                                    seen[id(config)] = value
+                            trainer.strategy.lr_scheduler_configs = [config]
+                            original(interval, update_plateau_schedulers)
+                            config.frequency = frequency
+                    finally:
+                        trainer.strategy.lr_scheduler_configs = configs
+
+                loop._update_learning_rates = update
+
+        return [Otherwise(), *callbacks]
+
+    return adapt
 
 
 # --- LP18: a sized loader that ends early ends the epoch ----------------------------------------------------------
@@ -201,6 +260,8 @@ RULES = (
         rewrite=_expect_no_checkpoint,
     ),
     Rule(name="MC15", applies=_saves_at_steps_by_metric, rewrite=_drop_saving),
+    Rule(name="SC02", applies=_counts_steps, adapt=_step_schedulers_otherwise(by_steps=True, by_news=False)),
+    Rule(name="SC06", applies=_has_plateau, adapt=_step_schedulers_otherwise(by_steps=False, by_news=True)),
     Rule(name="ES06", applies=_stops_with_minimum, adapt=_decide_anew),
     Rule(name="LP18", applies=_ends_early, configure=_state_true_length, rewrite=_forget_lengths),
     Rule(

@@ -11,6 +11,7 @@ from typing import Any
 
 from conformance.differential.data import ends_early
 from conformance.differential.sampling_logs import sample_logs
+from conformance.differential.sampling_schedulers import sample_schedulers
 
 Config = dict[str, Any]
 
@@ -62,6 +63,7 @@ def sample(seed: int) -> Config:
     if config["step"]["none_epochs"] and "gradient_clip_val" in config["flags"]:
         config["flags"]["gradient_clip_algorithm"] = "norm"
     _make_sensible(rng, config)
+    config["schedulers"] = sample_schedulers(seed, config["logs"])
     return config
 
 

@@ -17,10 +17,12 @@ class Side:
     Attributes:
         name: For messages.
         pl: The library's namespace.
+        lr_scheduler: Where its schedulers are.
     """
 
     name: str
     pl: Any
+    lr_scheduler: Any
 
     def combined(self, loaders: Any, mode: str) -> Any:
         """Make a CombinedLoader."""
@@ -84,7 +86,7 @@ class LightningSide(Side):
         import torch
 
         torch.set_num_threads(1)
-        self.pl, self.torch = pl, torch
+        self.pl, self.torch, self.lr_scheduler = pl, torch, torch.optim.lr_scheduler
 
     def combined(self, loaders: Any, mode: str) -> Any:
         from lightning.pytorch.utilities import CombinedLoader
@@ -127,7 +129,7 @@ class OurSide(Side):
     def __init__(self) -> None:
         import jaxlightning as pl
 
-        self.pl = pl
+        self.pl, self.lr_scheduler = pl, pl.optim.lr_scheduler
 
     def combined(self, loaders: Any, mode: str) -> Any:
         from jaxlightning.utilities.combined_loader import CombinedLoader
