@@ -281,6 +281,11 @@ def update(
     params, states = state.params, []
     frozen = frozen_of(binding, state.params, state.variables)
     for handle, opt_state, values in zip(binding.optimizers, state.opt_state, hyper, strict=True):
+        if state.scaler is not None and handle.needs_value_fn:
+            raise MisconfigurationException(
+                f"AMP and the LBFGS optimizer are not compatible: {handle.name} evaluates the loss several times per "
+                'update, which a loss scale does not follow. Use precision="bf16-mixed".'
+            )
         own = binding.owned_by(handle)
         mine = params if own is None else select(params, own)
         own_grads = grads if own is None else select(grads, own)

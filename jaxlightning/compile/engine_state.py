@@ -257,6 +257,7 @@ class EngineState:
         for index, handle in enumerate(self.binding.optimizers):
             own = self.binding.owned_by(handle)
             mine = state.params if own is None else select(state.params, own)
+            self._refuse_integers(mine)
             fresh = jax.jit(handle.init)(mine)
             if index < len(state.opt_state):
                 old = _by_path(state.opt_state[index])
@@ -268,6 +269,15 @@ class EngineState:
         if self._pending_optimizers is not None:
             pending, self._pending_optimizers = self._pending_optimizers, None
             self._load_optimizers(pending)
+
+    def _refuse_integers(self, params: Any) -> None:
+        for path, leaf in flatten(params).items():
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact) and not self.is_frozen(path):
+                raise TypeError(
+                    f"The parameter `{path}` has dtype {leaf.dtype}: a gradient needs floating-point numbers, and no "
+                    "precision changes the dtype of integers. Keep such an array in another collection "
+                    "(`self.variable(...)`, an `nnx.Variable`), freeze it, or leave it out of the optimizer."
+                )
 
     def ensure_gradient_buffer(self) -> None:
         """Gives the state a gradient buffer of zeros for the owned parameters."""

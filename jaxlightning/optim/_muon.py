@@ -40,13 +40,25 @@ def orthogonalise(x: jax.Array, coefficients: tuple[float, float, float], steps:
     return y.T if x.shape[0] > x.shape[1] else y
 
 
+def _lerp(start: jax.Array, end: jax.Array, weight: Any, rest: Any) -> jax.Array:
+    """`start + weight * (end - start)` as `torch.lerp` rounds it: from the nearer end; `rest` is 1 - weight."""
+    return jnp.where(weight < 0.5, start + weight * (end - start), end - (end - start) * rest)
+
+
 def scale_by_torch_muon(
-    momentum: Any, nesterov: bool, coefficients: tuple[float, float, float], eps: float, steps: int, adjust: str | None
+    momentum: Any,
+    complement: Any,
+    nesterov: bool,
+    coefficients: tuple[float, float, float],
+    eps: float,
+    steps: int,
+    adjust: str | None,
 ) -> optax.GradientTransformation:
     """Momentum, then orthogonalisation, then a factor that depends on the shape.
 
     Args:
         momentum: Decay of the average of gradients.
+        complement: 1 - momentum.
         nesterov: Whether to mix in the current gradient once more.
         coefficients: Of the Newton-Schulz polynomial.
         eps: Smallest norm to divide by.
@@ -75,8 +87,8 @@ def scale_by_torch_muon(
         return math.sqrt(rows / columns)
 
     def update(grads: Any, state: optax.TraceState, params: Any = None) -> tuple[Any, optax.TraceState]:
-        trace = jax.tree.map(lambda b, g: b + (1.0 - momentum) * (g - b), state.trace, grads)
-        mixed = jax.tree.map(lambda g, b: g + momentum * (b - g), grads, trace) if nesterov else trace
+        trace = jax.tree.map(lambda b, g: _lerp(b, g, complement, momentum), state.trace, grads)
+        mixed = jax.tree.map(lambda g, b: _lerp(g, b, momentum, complement), grads, trace) if nesterov else trace
         out = jax.tree.map(
             lambda m: orthogonalise(m, coefficients, steps, eps).astype(m.dtype) * factor(m.shape), mixed
         )

@@ -26,6 +26,8 @@ class Optimizer(OptimizerHandle):
     """
 
     _hyper_fields: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
+    # Numbers m of which the step also gets 1 - m, taken in double precision: float32 loses digits in the difference.
+    _complements: ClassVar[tuple[str, ...]] = ()
     # Options of torch's implementation: which kernel to launch. XLA always fuses, so only the default is meaningful.
     _implementation: ClassVar[frozenset[str]] = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
@@ -123,7 +125,8 @@ class Optimizer(OptimizerHandle):
     @property
     def hyper_names(self) -> list[str]:
         """A name for every entry of the hyper-parameter vector, for example `"0.lr"`."""
-        return [f"{index}.{field}" for index in range(len(self.param_groups)) for field in self._hyper_fields]
+        names = (*self._hyper_fields, *(f"1-{key}" for key in self._complements))
+        return [f"{index}.{name}" for index in range(len(self.param_groups)) for name in names]
 
     def _collect_hyper(self) -> list[float]:
         out: list[float] = []
@@ -131,12 +134,15 @@ class Optimizer(OptimizerHandle):
             for field in self._hyper_fields:
                 key, _, index = field.partition(".")
                 out.append(float(group[key][int(index)] if index else group[key]))
+            out.extend(1.0 - float(group[key]) for key in self._complements)
         return out
 
     def _options(self, group: Mapping[str, Any], hyper: Sequence[Any]) -> dict[str, Any]:
         """The options of a group with the numbers of `hyper` (traced in the step) in their places."""
         options = {key: group[key] for key in self.defaults}
-        for field, value in zip(self._hyper_fields, hyper, strict=True):
+        fields = len(self._hyper_fields)
+        options.update(zip((f"1-{key}" for key in self._complements), hyper[fields:], strict=True))
+        for field, value in zip(self._hyper_fields, hyper[:fields], strict=True):
             key, _, index = field.partition(".")
             if index:
                 numbers = list(options[key])
@@ -227,7 +233,7 @@ class Optimizer(OptimizerHandle):
         return out
 
     def _slice(self, hyper: Any, index: int) -> list[Any]:
-        width = len(self._hyper_fields)
+        width = len(self._hyper_fields) + len(self._complements)
         return [hyper[index * width + offset] for offset in range(width)]
 
     def _split(self, tree: Any) -> list[Any]:

@@ -31,6 +31,7 @@ class Muon(Optimizer):
     """
 
     _hyper_fields = ("lr", "weight_decay", "momentum")
+    _complements = ("momentum",)
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class Muon(Optimizer):
         return decayed_chain(
             scale_by_torch_muon(
                 options["momentum"],
+                options["1-momentum"],
                 options["nesterov"],
                 tuple(options["ns_coefficients"]),
                 options["eps"],

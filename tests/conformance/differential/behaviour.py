@@ -72,7 +72,9 @@ class Probe:
             numbers["batch"] = sum(float(leaf.sum()) for leaf in leaves(batch))
             if isinstance(outputs, dict):
                 numbers.update((f"out.{key}", number(value)) for key, value in outputs.items())
-        if trainer is not None and self.config.get("schedulers") and trainer.optimizers:
+        where_rates_are = ("on_train_", "on_validation_", "lr_scheduler_step")
+        fitting = trainer is not None and trainer.state.fn == "fit" and name.startswith(where_rates_are)
+        if fitting and self.config.get("schedulers") and trainer.optimizers:
             numbers["lr"] = number(trainer.optimizers[0].param_groups[0]["lr"])
         if name == "lr_scheduler_step" and args[1] is not None:
             numbers["metric"] = number(args[1])

@@ -69,13 +69,15 @@ def _divide_by_real_count(callbacks: list[Any]) -> list[Any]:
     return [RealCount(), *callbacks]
 
 
-# --- SC02, SC06: frequency counts optimizer steps over the run; a plateau steps when its metric has a new value ---------
+# --- SC02, SC06: frequency counts optimizer steps over the run; a plateau steps at news of its metric ---------------
 
 
 def _counts_steps(config: Config) -> bool:
     plan = config.get("schedulers")
+    # A batch that its start hook skips is no optimizer step, at whatever frequency.
+    skips = config["callbacks"]["skip"] is not None
     return plan is not None and any(
-        spec.get("interval") == "step" and spec.get("frequency", 1) > 1 for spec in plan["configs"]
+        spec.get("interval") == "step" and (spec.get("frequency", 1) > 1 or skips) for spec in plan["configs"]
     )
 
 
@@ -92,7 +94,7 @@ def _step_schedulers_otherwise(*, by_steps: bool, by_news: bool) -> Callable[[li
 
         class Otherwise(Callback):
             def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-                loop, seen = trainer.fit_loop.epoch_loop, {}
+                loop, seen, counted = trainer.fit_loop.epoch_loop, {}, {}
                 original = getattr(loop, "_update_learning_rates")  # noqa: B009  (another rule may have replaced it)
 
                 def update(interval: str, update_plateau_schedulers: bool) -> None:
@@ -103,7 +105,9 @@ def _step_schedulers_otherwise(*, by_steps: bool, by_news: bool) -> Callable[[li
                                 continue
                             frequency = config.frequency
                             if by_steps and interval == "step":
-                                if trainer.global_step % frequency:
+                                news = counted.get(id(config), 0) != trainer.global_step
+                                counted[id(config)] = trainer.global_step
+                                if not news or trainer.global_step % frequency:
                                     continue
                                 config.frequency = 1
                             value = trainer.callback_metrics.get(config.monitor) if by_news else None
