@@ -20,6 +20,7 @@ from jaxlightning.compile.selection import ParameterSelection, TrainableSelectio
 from jaxlightning.compile.trace import Scalars, current_trace
 from jaxlightning.compile.user_code import asked_by_us
 from jaxlightning.hooks import ModuleHooks
+from jaxlightning.module_arrays import ModuleArrays
 from jaxlightning.module_logging import ModuleLogging
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.hparams import HyperparametersMixin
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["JaxLightningModule", "LightningModule"]
 
 
-class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
+class JaxLightningModule(ModuleArrays, ModuleLogging, ModuleHooks, HyperparametersMixin):
     """The class to subclass: Lightning's `LightningModule` with steps in `jax.numpy`.
 
     Put Flax networks (linen or NNX) on `self` in `__init__`; call them in the steps as in Lightning. The trainer traces
@@ -88,6 +89,17 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
         if name in INTERNAL:
             object.__setattr__(self, name, value)
             return
+        carried = self.__dict__.get("_carried")
+        if (
+            carried
+            and name in carried
+            and current_trace() is None
+            and self._require_engine().write_attribute(self, name, value)
+        ):
+            return
+        if name in self.__dict__.get("_raw_parameters", ()) and current_trace() is None:
+            self._set_raw_parameter(name, value)
+            return
         stamp_origin(value)
         stash = self.__dict__.get("_nnx_attributes")
         if stash is not None:
@@ -105,6 +117,10 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
         if stash is not None and name in stash:
             engine = self.__dict__["_engine"]
             return stash[name] if engine is None else engine.nnx_attribute(stash[name])
+        if name in self.__dict__.get("_carried", ()):
+            return self.__dict__["_engine"].read_attribute(self, name)
+        if name in self.__dict__.get("_raw_parameters", ()):
+            return self._raw_parameter(name)
         if "_current_fx_name" not in self.__dict__ and name in (
             "training",
             "automatic_optimization",
@@ -115,6 +131,34 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
                 f"`{type(self).__name__}.__init__` does not call `super().__init__()`. Make that its first line."
             )
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def _raw_parameter(self, name: str) -> Any:
+        engine = self.__dict__.get("_engine")
+        if engine is None:
+            init = self.__dict__["_raw_parameters"][name]
+            if callable(init):
+                raise RuntimeError(
+                    f"The parameter `{name}` has no value yet: its key follows from the seed of the run. Call "
+                    "`module.init(batch)`, or start `fit`."
+                )
+            return init
+        return engine.params_of(engine.path_of(self, name))
+
+    def _set_raw_parameter(self, name: str, value: Any) -> None:
+        engine = self.__dict__.get("_engine")
+        if engine is None:
+            self.__dict__["_raw_parameters"][name] = value
+        else:
+            engine.params = {**engine.params, engine.path_of(self, name): value}
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__.get("_carried", ()) and current_trace() is None:
+            self._require_engine().delete_attribute(self, name)
+            return
+        object.__delattr__(self, name)
+        engine = self.__dict__.get("_engine")
+        if engine is not None and current_trace() is None:
+            engine.mark_dirty()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -448,6 +492,7 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
             for collection, tree in collections.items():
                 prefix = network if collection == "nnx" else f"{network}.{collection}"
                 flat.update({f"{prefix}.{path}": leaf for path, leaf in flatten(tree, separator=".").items()})
+        flat.update(self._engine.buffer_values())
         return flat
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -485,6 +530,7 @@ class JaxLightningModule(ModuleLogging, ModuleHooks, HyperparametersMixin):
         # Network names may hold dots (`blocks.0`), so leaves are put in place by walking the present trees.
         engine.params = merge(engine.params, _place(engine.params, new_params))
         engine.variables = merge(engine.variables, _place(engine.variables, variables))
+        engine.set_buffers({name: state_dict[name] for name in engine.buffer_values() if name in state_dict})
 
     @property
     def strict_loading(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxlightning.compile.host_calls import recorded_print
 from jaxlightning.compile.trace import current_trace
 
 if TYPE_CHECKING:
@@ -93,11 +94,7 @@ class ModuleLogging:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints on the first process, through the progress bar; inside a compiled step at every step."""
         trace = current_trace()
-        if trace is not None:
-            if not trace.silent:
-                import jax
-
-                jax.debug.print(" ".join("{}" for _ in args), *args)
+        if trace is not None and recorded_print(self, args, kwargs):
             return
         if self._trainer is None:
             print(*args, **kwargs)

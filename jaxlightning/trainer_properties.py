@@ -6,6 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from jaxlightning.compile.host_calls import traced_logger, traced_loggers
 from jaxlightning.compile.trace import current_trace, note_stage_read
 from jaxlightning.loops.call import is_overridden
 from jaxlightning.utilities.rank_zero import rank_zero_info
@@ -162,7 +163,7 @@ class TrainerProperties:
     @property
     def logger(self) -> Any:
         """The first logger, or None."""
-        return self.loggers[0] if self.loggers else None
+        return traced_logger(self)
 
     @logger.setter
     def logger(self, logger: Any) -> None:
@@ -171,7 +172,7 @@ class TrainerProperties:
     @property
     def loggers(self) -> list[Any]:
         """All loggers."""
-        return self._loggers
+        return traced_loggers(self)
 
     @loggers.setter
     def loggers(self, loggers: list[Any] | None) -> None:

@@ -283,6 +283,7 @@ class CheckpointConnector:
         module = self.trainer.lightning_module
         call.call_lightning_module_hook(self.trainer, "on_load_checkpoint", self._loaded)
         load_weights_into(module, self._loaded["state_dict"], stored=self._stored, strict=module.strict_loading)
+        module._require_engine().load_attributes(self._loaded.get("attributes") or {})
 
     def restore_datamodule(self) -> None:
         """Give the datamodule its state."""

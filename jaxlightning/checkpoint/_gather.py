@@ -45,6 +45,9 @@ def gather(trainer: Trainer, weights_only: bool) -> tuple[dict[str, Any], dict[s
             "predict_loop": trainer.predict_loop.state_dict(),
         },
     }
+    attributes = module._require_engine().attribute_values()
+    if attributes:
+        checkpoint["attributes"] = attributes
     if not weights_only:
         _add_training_state(trainer, checkpoint, sections)
     for obj, (name_key, values_key) in ((module, MODULE_KEYS), (datamodule, DATAMODULE_KEYS)):

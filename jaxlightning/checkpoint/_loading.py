@@ -62,6 +62,7 @@ def load_module_from_checkpoint(
         rank_zero_warn(f"The state dict in {os.fspath(checkpoint_path)!r} contains no parameters.")
         return module  # type: ignore[no-any-return]
     load_weights_into(module, flat, stored=stored, strict=module.strict_loading if strict is None else strict)
+    module._require_engine().load_attributes(checkpoint.get("attributes") or {})
     return module  # type: ignore[no-any-return]
 
 

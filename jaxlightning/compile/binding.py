@@ -56,6 +56,7 @@ class Binding:
         self.optimizers: list[OptimizerHandle] = []
         self.precision = Precision()
         self.on_nonfinite: str | None = None
+        self.raw: dict[str, tuple[Any, str]] = {}
         self._wrappers: dict[int, LinenNetwork] = {}
 
     @property
@@ -69,6 +70,8 @@ class Binding:
         self.owners = owners_of(self.module)
         for prefix, owner in self.owners.items():
             self._attach_owner(owner, prefix, nnx_modules)
+            for name in owner.__dict__.get("_raw_parameters", ()):
+                self.raw[prefix + name] = (owner, name)
         if nnx_modules and (self.nnx is None or list(self.nnx.modules) != list(nnx_modules)):
             self.nnx = NnxGroup(nnx_modules)
             for name in nnx_modules:
@@ -148,7 +151,7 @@ class Binding:
     @property
     def names(self) -> list[str]:
         """Paths of all networks."""
-        return [*self.linen, *(self.nnx.modules if self.nnx is not None else ())]
+        return [*self.linen, *(self.nnx.modules if self.nnx is not None else ()), *self.raw]
 
     def missing(self, params: dict[str, Any]) -> list[str]:
         """Linen networks without variables."""
@@ -198,19 +201,43 @@ class Binding:
 
     @contextmanager
     def bound(self, trace: Trace) -> Iterator[None]:
-        """Lets the module's NNX attributes be modules bound to the trace's variables."""
-        if self.nnx is None:
+        """Lets the module's NNX attributes be modules bound to the trace's variables, and parameters be there."""
+        with self._raw_standing(trace):
+            if self.nnx is None:
+                yield
+            else:
+                with self._nnx_bound(trace, self.nnx):
+                    yield
+
+    @contextmanager
+    def _raw_standing(self, trace: Trace) -> Iterator[None]:
+        placed = {path: trace.params[path] for path in self.raw if path in trace.params}
+        for path, value in placed.items():
+            owner, name = self.raw[path]
+            owner.__dict__[name] = value
+        try:
             yield
-            return
+            for path, value in placed.items():
+                owner, name = self.raw[path]
+                now = owner.__dict__.get(name)
+                if now is not value:
+                    trace.write_params(path, now)
+        finally:
+            for path in placed:
+                owner, name = self.raw[path]
+                owner.__dict__.pop(name, None)
+
+    @contextmanager
+    def _nnx_bound(self, trace: Trace, nnx: NnxGroup) -> Iterator[None]:
         in_evaluation = frozenset(name for name, training in self.nnx_training.items() if not training)
-        merged = self.nnx.bind(trace, in_evaluation, self.precision)
-        by_id = {id(original): merged[path] for path, original in self.nnx.modules.items()}
+        merged = nnx.bind(trace, in_evaluation, self.precision)
+        by_id = {id(original): merged[path] for path, original in nnx.modules.items()}
         for owner in self.owners.values():
             for name, value in owner.__dict__["_nnx_attributes"].items():
                 owner.__dict__[name] = rebuild(value, lambda network: by_id.get(id(network), network))
         try:
             yield
-            self.nnx.collect(trace)
+            nnx.collect(trace)
         finally:
             for owner in self.owners.values():
                 for name in owner.__dict__["_nnx_attributes"]:

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlightning.compile import packing, precision
-from jaxlightning.compile.attributes import TracedAttributes
-from jaxlightning.compile.effects import SideEffects, as_it_was
+from jaxlightning.compile.attributes import TracedAttributes, same_carried
 from jaxlightning.compile.freezing import Frozen, frozen_of, keep_frozen, keep_statistics, without_frozen
 from jaxlightning.compile.guarded_update import device_logs, guarded_update
 from jaxlightning.compile.host_attributes import HostAttributes
@@ -25,10 +24,11 @@ from jaxlightning.compile.manual import manual_train_step
 from jaxlightning.compile.manual_eager import eager_train_step
 from jaxlightning.compile.manual_events import ManualOptions
 from jaxlightning.compile.paths import flatten, merge, select
-from jaxlightning.compile.replay import HostEffects
+from jaxlightning.compile.replay import HostEffects, Replay
 from jaxlightning.compile.run_step import OutputTree, StepInfo, is_array, run_user_step, step_key
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import LogEntry, Scalars, Trace
+from jaxlightning.compile.writes import Snapshot, as_it_was
 from jaxlightning.optim import Optimizer, clip_gradients
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
@@ -119,6 +119,7 @@ class Differentiated:
         extras: Further entries of the step's return value.
         grads: Gradients of the owned parameters, None when there is nothing to differentiate.
         variables: Updated collections of the networks.
+        written: Parameters that the step assigned, by network.
         attributes: Updated attributes that are carried.
         logs: Calls of `self.log`.
         effects: The arrays of what is repeated on the host; `StepInfo.effects` says what is done with them.
@@ -129,6 +130,7 @@ class Differentiated:
     extras: dict[str, Any]
     grads: Any
     variables: dict[str, Any]
+    written: dict[str, Any]
     attributes: dict[str, Any]
     logs: list[LogEntry]
     effects: tuple[Any, ...]
@@ -162,12 +164,12 @@ def gradients(
         trace = Trace(
             kind="train", key=step_key(seed, scalars.micro_step, "train"), scalars=scalars,
             params=dict(full), variables=dict(variables), silent=silent, attributes=_carried(binding, attributes),
-            numbers=_numbers(info, silent),
+            numbers=_numbers(info, silent), differentiated=True,
         )  # fmt: skip
         return run_user_step(binding, trace, batch, info if record else None, strict=strict), trace
 
     # Run eagerly, the step's own writes are there before it is run again for gradients.
-    start = [] if strict else [SideEffects(owner, "training_step") for owner in binding.owners.values()]
+    start = [] if strict else [Snapshot(owner, prefix) for prefix, owner in binding.owners.items()]
 
     def loss_fn(train_params: Any, silent: bool = False, record: bool = True) -> tuple[Any, Any]:
         with as_it_was(start if silent else []):
@@ -181,7 +183,7 @@ def gradients(
         loss = binding.precision.convert_output(loss)
         output = OutputTree(extras)
         effects = _leave(info, trace)
-        aux = (loss, trace.variables, _values(trace), logged, effects, output.detach(), _Static(output))
+        aux = (loss, trace.variables, trace.written, _values(trace), logged, effects, output.detach(), _Static(output))
         return precision.scale_loss(scaler, loss), aux
 
     def scaled_fn(train_params: Any) -> Any:
@@ -193,38 +195,44 @@ def gradients(
     try:
         if not binding.jit:
             # Once concretely, for effects and for a person at a breakpoint; once silently, for gradients.
-            _, (loss, variables, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
+            _, (loss, variables, written, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
             grads = (
                 jax.grad(scaled_fn)(trainable)
                 if jax.tree_util.tree_leaves(trainable) and owned is not _nothing
                 else None
             )
         elif owned is _nothing:
-            _, (loss, variables, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
+            _, (loss, variables, written, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
             grads = None
         else:
-            (_, (loss, variables, attributes, logged, effects, extra_arrays, static)), grads = jax.value_and_grad(
-                loss_fn, has_aux=True
-            )(trainable)
-    except _SkippedError:
-        # Values of the differentiated run die with it; run once more without differentiation.
+            (_, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(trainable)
+            loss, variables, written, attributes, logged, effects, extra_arrays, static = aux
+    except _SkippedError as skipped:
         info.skipped = True
-        try:
-            loss_fn(trainable)
-        except _SkippedError as skipped:
-            trace = skipped.trace
-            return Differentiated(
-                None, {}, None, trace.variables, _values(trace), list(trace.logs), _leave(info, trace), value_fn
-            )
-        raise
+        trace = skipped.trace
+        if binding.jit and owned is not _nothing:
+            # Values of the differentiated run die with it; run once more without differentiation.
+            trace = _skipped_again(loss_fn, trainable)
+        return Differentiated(
+            None, {}, None, trace.variables, trace.written, _values(trace), list(trace.logs), _leave(info, trace),
+            value_fn,
+        )  # fmt: skip
     logs = [LogEntry(entry.meta, value, weight) for entry, (value, weight) in zip(metas, logged, strict=True)]
     extras = static.output.rebuild(extra_arrays)
     grads = precision.unscale(scaler, grads)
-    return Differentiated(loss, extras, grads, variables, attributes, logs, effects, value_fn)
+    return Differentiated(loss, extras, grads, variables, written, attributes, logs, effects, value_fn)
+
+
+def _skipped_again(loss_fn: Callable[[Any], Any], trainable: Any) -> Trace:
+    try:
+        loss_fn(trainable)
+    except _SkippedError as skipped:
+        return skipped.trace
+    raise RuntimeError("`training_step` returned None in one trace and a loss in the next, with the same inputs.")
 
 
 def _carried(binding: Binding, attributes: dict[str, Any]) -> TracedAttributes | None:
-    return TracedAttributes(attributes) if binding.jit else None
+    return TracedAttributes(attributes, binding.engine) if binding.jit else None
 
 
 def _numbers(info: StepInfo, silent: bool) -> HostAttributes | None:
@@ -233,6 +241,16 @@ def _numbers(info: StepInfo, silent: bool) -> HostAttributes | None:
 
 def _values(trace: Trace) -> dict[str, Any]:
     return {} if trace.attributes is None else trace.attributes.values
+
+
+def _write_back(binding: Binding, trace: Trace) -> None:
+    """Lets an evaluation step return the carried attributes that it changed: it gets the state only to read."""
+    if trace.attributes is None:
+        return
+    start = trace.attributes.start
+    changed = {path: value for path, value in trace.attributes.values.items() if not same_carried(start[path], value)}
+    if changed:
+        trace.replays.insert(0, Replay("carried attributes", changed, binding.engine.set_attributes, state=True))
 
 
 def _leave(info: StepInfo, trace: Trace) -> tuple[Any, ...]:
@@ -350,7 +368,7 @@ def train_step(
     variables = keep_statistics(frozen, variables, state.variables)
     if policy.casts:  # what the step carries keeps its dtype
         variables = jax.tree.map(lambda new, like: new.astype(like.dtype), variables, state.variables)
-    state = state.replace(variables=variables, attributes=result.attributes)
+    state = state.replace(params={**state.params, **result.written}, variables=variables, attributes=result.attributes)
     if loss is not None and options.buffer:
         loss = loss * floats[0].astype(loss.dtype)
     flags = None
@@ -454,6 +472,7 @@ def eval_step(
         numbers=_numbers(info, False),
     )  # fmt: skip
     result = run_user_step(binding, trace, binding.precision.convert_input(batch), info, strict=binding.jit)
+    _write_back(binding, trace)
     info.stage_read = trace.stage_read
     info.plan = packing.plan_of(table, trace.logs)
     fits = table.needed <= table.capacity

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxlightning.compile import batch as batches
+from jaxlightning.compile.attributes import TracedAttributes
 from jaxlightning.compile.checks import checked
 from jaxlightning.compile.explain import explained
 from jaxlightning.compile.paths import flatten, merge
@@ -126,6 +127,7 @@ def _creator(
             variables=dict(variables),
             creating=True,
             silent=True,
+            attributes=TracedAttributes(engine.tree.attributes, engine) if engine.jit else None,
             init_seed=jax.numpy.asarray(seed).astype(jax.numpy.uint32),
         )
         joined = batches.join(treedef, arrays, positions, paths, kinds)

@@ -1,22 +1,20 @@
 """What a step reads from and does to `self` while it is traced.
 
 Reads of plain attributes become constants of the compiled step; they are remembered, so that a later change by host
-code makes the step compile again instead of using a stale value. Writes would happen once, at the trace, and never
-again; a step that writes is refused with the names of what it wrote.
+code makes the step compile again instead of using a stale value. Arrays become state (`attributes`), containers that
+the step fills get a stand-in (`recording`), numbers may follow the host. What is done with writes is in `writes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
-
+from jaxlightning.compile.containers import has_arrays
 from jaxlightning.compile.networks import is_network, walk
 from jaxlightning.compile.reads import ReadRecorder
+from jaxlightning.compile.recording import Place, can_stand_in, stand_in
 from jaxlightning.compile.user_code import user_line
+from jaxlightning.compile.watched import MISSING
 
 if TYPE_CHECKING:
     from jaxlightning.compile.trace import Trace
@@ -24,9 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "OwnerTracer",
     "ReadRecorder",
-    "SideEffects",
-    "as_it_was",
-    "refuse_writes",
     "tracing_class",
 ]
 
@@ -41,25 +36,26 @@ INTERNAL = frozenset(
         "_nnx_attributes",
         "_freezing",
         "_host_rng_calls",
+        "_carried",
+        "_buffers",
+        "_transient_buffers",
+        "_raw_parameters",
     }
 )
 """Instance attributes that belong to the framework."""
 
-_SIMPLE = (int, float, complex, bool, str, bytes, type(None))
-_MAX_DEPTH = 4
-
-_MISSING = object()
 
 
-def _plain_attribute(module: Any, name: str) -> Any:
-    """What the instance, else its classes, hold under a name, without calling descriptors; `_MISSING` for neither."""
+
+def plain_attribute(module: Any, name: str) -> Any:
+    """What the instance, else its classes, hold under a name, without calling descriptors; `MISSING` for neither."""
     instance = object.__getattribute__(module, "__dict__")
     if name in instance:
         return instance[name]
     for cls in type(module).__mro__:
         if name in cls.__dict__:
             return cls.__dict__[name]
-    return _MISSING
+    return MISSING
 
 
 class OwnerTracer:
@@ -79,17 +75,43 @@ class OwnerTracer:
         self.recorder = recorder
         self.settled: set[str] = set()
         self.lines: dict[str, str] = {}
+        self.reads: dict[str, str] = {}
+        self.arrays: set[str] = set()
+        self._stand_ins: dict[str, Any] = {}
 
     def read(self, name: str, value: Any) -> Any:
         """What the step sees of an attribute that holds `value`."""
+        if name in self.lines:
+            return value  # written in this step
+        attributes = self.trace.attributes
+        if name in self.owner.__dict__.get("_raw_parameters", ()):
+            return value
+        if attributes is not None:
+            if name in self.owner.__dict__.get("_carried", ()):
+                return value
+            if attributes.engine is not None and self.prefix + name in attributes.engine.effect_facts.recorded:
+                return self._recorded(name, value)
+        self.reads.setdefault(name, user_line())
         if self.trace.numbers is not None and is_simple(value):
             return self.trace.numbers.read(self, name, value)
+        if attributes is not None and has_arrays(value):
+            self.arrays.add(name)
+            return value
         self.recorder.record(self.owner, name, value)
         return value
 
+    def _recorded(self, name: str, value: Any) -> Any:
+        if not can_stand_in(value):
+            return value
+        if name not in self._stand_ins:
+            engine = self.trace.attributes.engine  # type: ignore[union-attr]
+            place = Place(self.owner, name, self.prefix + name, self.trace, engine.carry_recorded)
+            self._stand_ins[name] = stand_in(value, place)
+        return self._stand_ins[name]
+
     def present(self, name: str) -> bool:
         """Whether the owner has such an attribute now."""
-        return _plain_attribute(self.owner, name) is not _MISSING
+        return plain_attribute(self.owner, name) is not MISSING
 
     def missing(self, name: str) -> None:
         """The step asked for an attribute that there is not."""
@@ -98,12 +120,20 @@ class OwnerTracer:
         else:
             self.recorder.record_missing(self.owner, name)
 
-    def write(self, name: str, value: Any) -> None:
-        """The step is about to set an attribute."""
+    def write(self, name: str, value: Any) -> bool:
+        """The step is about to set an attribute; whether it is to be set."""
+        stand_in = self._stand_ins.get(name)
+        if stand_in is not None and value is stand_in:
+            return False  # `self.outputs += [...]` assigns what it changed
+        if self.trace.numbers is None or not is_number(value):
+            self.trace.require_own_level(
+                f"`self.{self.prefix}{name} = ...`", "return the value from the function and assign it outside"
+            )
         self.lines[name] = user_line()
         self.settled.discard(name)
         if self.trace.numbers is not None and is_number(value) and self.trace.numbers.write(self, name, value):
             self.settled.add(name)
+        return True
 
     def code(self, name: str, value: Any) -> None:
         """The step looked up a method, a property or a function: what that reads elsewhere is watched."""
@@ -113,6 +143,7 @@ class OwnerTracer:
 
     def delete(self, name: str) -> None:
         """The step is about to delete an attribute."""
+        self.trace.require_own_level(f"`del self.{self.prefix}{name}`", "do it outside")
         self.lines[name] = user_line()
         self.settled.discard(name)
 
@@ -146,8 +177,8 @@ def tracing_class(cls: type) -> type:
         tracer = instance.get("_tracer")
         if tracer is None or name in instance.get("_nnx_attributes", ()):
             return object.__getattribute__(self, name)
-        plain = _plain_attribute(self, name)
-        if plain is _MISSING:
+        plain = plain_attribute(self, name)
+        if plain is MISSING:
             tracer.missing(name)
         # Methods and properties are code; what they read is recorded by itself.
         elif not hasattr(type(plain), "__get__") and not is_network(plain):
@@ -158,8 +189,8 @@ def tracing_class(cls: type) -> type:
 
     def setattribute(self: Any, name: str, value: Any) -> None:
         tracer = object.__getattribute__(self, "__dict__").get("_tracer")
-        if tracer is not None and name not in INTERNAL:
-            tracer.write(name, value)
+        if tracer is not None and name not in INTERNAL and not tracer.write(name, value):
+            return
         cls.__setattr__(self, name, value)
 
     def deleteattribute(self: Any, name: str) -> None:
@@ -182,119 +213,6 @@ def tracing_class(cls: type) -> type:
     )
     _tracing_classes[cls] = made
     return made
-
-
-class SideEffects:
-    """Compares the attributes of a module before and after a trace.
-
-    Args:
-        module: The user's module.
-        fx: Name of the step, for the message.
-        prefix: Path of the module when it is the child of another, with a dot at its end.
-    """
-
-    def __init__(self, module: Any, fx: str, prefix: str = "") -> None:
-        self.module = module
-        self.fx = fx
-        self.prefix = prefix
-        self.before = dict(module.__dict__)
-        self.copies = {name: _containers(value) for name, value in self.before.items() if name not in INTERNAL}
-
-    def restore(self, tracer: OwnerTracer | None = None) -> list[str]:
-        """Undoes what the trace wrote.
-
-        Args:
-            tracer: Knows which writes are taken care of, and their lines.
-
-        Returns:
-            The names of what was written, for example `"count"` or `"outputs (a list changed in place)"`.
-        """
-        instance = self.module.__dict__
-        settled = set() if tracer is None else tracer.settled
-        written = []
-        for name in [n for n in instance if n not in self.before and n not in INTERNAL]:
-            if name not in settled:
-                written.append(name)
-            del instance[name]
-        for name, value in self.before.items():
-            if name in INTERNAL:
-                continue
-            if instance.get(name, self) is not value:
-                if name not in settled:
-                    written.append(name)
-                instance[name] = value
-            for container, contents in self.copies.get(name, ()):
-                if not _same_contents(container, contents):
-                    written.append(f"{name} (a {type(container).__name__} changed in place)")
-                    _refill(container, contents)
-        return [self.prefix + name for name in written]
-
-
-@contextmanager
-def as_it_was(moments: list[SideEffects]) -> Iterator[None]:
-    """Gives modules the attributes that they had at an earlier moment, for the length of a `with` block.
-
-    Args:
-        moments: One for each module, made at that moment.
-    """
-    now = [SideEffects(moment.module, moment.fx, moment.prefix) for moment in moments]
-    for moment in moments:
-        moment.restore()
-    try:
-        yield
-    finally:
-        for moment in now:
-            moment.restore()
-
-
-def refuse_writes(written: list[str], where: str) -> None:
-    """Raises for writes that a compiled step cannot repeat.
-
-    Args:
-        written: What `SideEffects.restore` returned.
-        where: The user's step, for example `"Net.training_step"`.
-
-    Raises:
-        RuntimeError: If `written` is not empty.
-    """
-    if written:
-        names = ", ".join(f"`self.{name}`" for name in written)
-        raise RuntimeError(
-            f"`{where}` changed {names}. The step is compiled: such a write would happen once, while it is traced, and "
-            "never again (capturing writes is not built yet). Log the value with `self.log`, return it from the "
-            "step and "
-            "keep it in `on_train_batch_end` / `on_validation_batch_end`, or run with `Trainer(jit=False)`."
-        )
-
-
-def _containers(value: Any, depth: int = 0) -> list[tuple[Any, Any]]:
-    if depth > _MAX_DEPTH or isinstance(value, (*_SIMPLE, np.ndarray, jax.Array)) or is_network(value):
-        return []
-    if isinstance(value, dict):
-        return [(value, dict(value)), *(pair for item in value.values() for pair in _containers(item, depth + 1))]
-    if isinstance(value, list):
-        return [(value, list(value)), *(pair for item in value for pair in _containers(item, depth + 1))]
-    if isinstance(value, set):
-        return [(value, set(value))]
-    if isinstance(value, tuple):
-        return [pair for item in value for pair in _containers(item, depth + 1)]
-    return []
-
-
-def _same_contents(container: Any, contents: Any) -> bool:
-    if isinstance(container, dict):
-        return container.keys() == contents.keys() and all(container[k] is contents[k] for k in contents)
-    if isinstance(container, list):
-        return len(container) == len(contents) and all(a is b for a, b in zip(container, contents, strict=True))
-    return bool(container == contents)
-
-
-def _refill(container: Any, contents: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(contents)
-    else:
-        container.update(contents)
 
 
 def has_networks(value: Any) -> bool:

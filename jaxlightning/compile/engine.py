@@ -25,9 +25,11 @@ from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.manual_engine import ManualSteps
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
+from jaxlightning.compile.outputs import is_array
 from jaxlightning.compile.packing import SlotTable, float_dtype
 from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.repeated_step import RepeatedStep
+from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import CompiledStep, Variants
 from jaxlightning.optim._nonfinite import check_mode
@@ -136,6 +138,7 @@ class Engine(EngineLogs):
         """Wraps the module's networks and takes over the variables of NNX modules."""
         self.module.__dict__["_engine"] = self
         self.binding.attach()
+        self.adopt_parameters()
         self._adopt_nnx()
         self._dirty = True
 
@@ -182,6 +185,8 @@ class Engine(EngineLogs):
     def check_constants(self) -> None:
         """Drops compiled steps for which an attribute that they read has another value now."""
         self._dirty = False
+        if self._exposed:
+            self.adopt_exposed()
         if self._nnx_exposed:
             self._adopt_nnx()
         if self.jit and self.variants.drop_changed(self):
@@ -430,8 +435,8 @@ class Engine(EngineLogs):
         self._nnx_stale = True
         if finite is not None:
             self._raise_anomaly(finite, variant, micro_step, batch)
-        if variant.info.effects is not None:
-            variant.info.effects(self._real_rows(effects))
+        if variant.info.needs_host:
+            self._after_call(variant.info, effects, env)
         if variant.info.host is not None and env is not None:
             variant.info.host.finish(env)
         out = StepOutput(variant.info.plan, values, states, variant.info.skipped, variant.info.outputs, outputs)
@@ -528,6 +533,14 @@ class Engine(EngineLogs):
         self._leaves = variant.call(self._leaves, self._floats)
         self._nnx_stale = True
 
+    def _after_call(self, info: StepInfo, effects: tuple[Any, ...], env: HostEnvironment | None) -> None:
+        """Does on the host what a step wants done after it."""
+        if info.treedef_after is not None:
+            self._restructure(info.treedef_after)
+            self.modes_changed()  # forgets which variant was used last
+        if info.effects is not None:
+            info.effects(effects, env, self._real_rows)
+
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     def eval_step(
@@ -577,13 +590,14 @@ class Engine(EngineLogs):
                 ints,
                 env,
             )
+            state = self.evaluation_leaves()  # the trace may have found more of it
             self._hot_eval[flags] = variant
             host = () if variant.info.host is None else variant.info.host.inputs(env)
             self._eval_acc[stage], values, states, outputs, effects = variant.call(
                 state, self._eval_acc[stage], arrays, ints, *host
             )
-        if variant.info.effects is not None:
-            variant.info.effects(self._real_rows(effects))
+        if variant.info.needs_host:
+            self._after_call(variant.info, effects, env)
         if variant.info.host is not None and env is not None:
             variant.info.host.finish(env)
         return StepOutput(variant.info.plan, values, states, False, variant.info.outputs, outputs)
@@ -657,12 +671,18 @@ class Engine(EngineLogs):
         infos = []
         for name in self.binding.names:
             linen = self.binding.linen.get(name)
-            kind = type(linen._module) if linen is not None else type(self.binding.nnx.modules[name])  # type: ignore[union-attr]
+            if linen is not None:
+                kind = str(getattr(linen._module, "type_name", type(linen._module).__name__))
+            elif name in self.binding.raw:
+                kind = "Parameter"
+            else:
+                kind = type(self.binding.nnx.modules[name]).__name__  # type: ignore[union-attr]
+            own = params.get(name)
             infos.append(
                 NetworkInfo(
                     name=name,
-                    type_name=kind.__name__ if linen is None else getattr(linen._module, "type_name", kind.__name__),
-                    params=params.get(name),
+                    type_name=kind,
+                    params={"": own} if is_array(own) else own,
                     variables=variables.get(name),
                     mode="train" if modes.get(name, True) else "eval",
                 )

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlightning.compile.engine_state import EngineState
+from jaxlightning.compile.engine_attributes import EngineAttributes
 from jaxlightning.compile.log_plan import LogKey, LogMeta
 from jaxlightning.compile.packing import BLOCK, SlotTable, float_dtype
 
@@ -19,7 +19,7 @@ def _table_name(stage: str) -> str:
     return "validate" if stage == "sanity_check" else stage
 
 
-class EngineLogs(EngineState):
+class EngineLogs(EngineAttributes):
     """Adds the accumulators of logged values to the carried state."""
 
     tables: dict[str, SlotTable]

@@ -48,6 +48,7 @@ class EngineState:
         self._optimizer_paths: tuple[set[str], list[int]] | None = None
         self._nnx_stale = False
         self._nnx_exposed = False
+        self._exposed: set[str] = set()
         self._unverified: set[str] = set()
         self._strict_load = True
         self._set_tree(TrainState({}, {}))
@@ -71,6 +72,13 @@ class EngineState:
             self.evaluation_treedef = evaluation
             self._n_eval = evaluation.num_leaves
             self._forget(keep_evaluation=same)
+
+    def _restructure(self, treedef: Any) -> None:
+        """Takes note of the structure that a step left; compiled steps are kept, because they know theirs."""
+        self.state_treedef = treedef
+        state = self.tree
+        self.evaluation_treedef = jax.tree_util.tree_structure((state.params, state.variables, state.attributes))
+        self._n_eval = self.evaluation_treedef.num_leaves
 
     def _forget(self, keep_evaluation: bool = False) -> None:
         """Drops compiled steps; the engine does."""
@@ -392,7 +400,7 @@ class EngineState:
         state = self.tree
         return {
             "params": _to_host(state.params),
-            "variables": _to_host(state.variables),
+            "variables": _to_host({**state.variables, **self._buffer_sections()}),
             "optimizer_states": [_to_host(_by_path(s)) for s in state.opt_state]
             if self._pending_optimizers is None
             else list(self._pending_optimizers),
@@ -414,6 +422,7 @@ class EngineState:
             RuntimeError: If the paths or shapes do not fit; the message lists them.
         """
         params, variables = plain(sections["params"]), plain(sections.get("variables") or {})
+        self._load_buffers(variables, strict)
         self._check_weights(params, variables, strict)
         state = self.tree
         known = set(self.binding.names)
@@ -430,6 +439,23 @@ class EngineState:
         if weights_only:
             return
         self.load_optimizer_states(sections.get("optimizer_states") or [])
+
+    def _buffer_sections(self) -> dict[str, Any]:
+        """Buffers as variables of a network of their own name, so that they have their plain name in `state_dict`."""
+        return {path: {"nnx": value} for path, value in self.buffer_values().items()}  # type: ignore[attr-defined]
+
+    def _load_buffers(self, variables: dict[str, Any], strict: bool) -> None:
+        """Takes the buffers out of `variables` and sets them."""
+        here = self.buffer_values()  # type: ignore[attr-defined]
+        saved = {path: variables.pop(path)["nnx"] for path in list(variables) if path in here}
+        missing = [path for path in here if path not in saved]
+        if strict and missing:
+            raise RuntimeError(
+                f"The checkpoint does not fit {type(self.binding.module).__name__}:\n  "
+                + "\n  ".join(f"missing: buffer {path} {np.shape(here[path])}" for path in missing)
+                + "\nPass `strict=False` (or set `self.strict_loading = False`) to load what fits."
+            )
+        self.set_buffers(saved)  # type: ignore[attr-defined]
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restores optimizer states alone; they wait where parameters or optimizers do not exist yet."""

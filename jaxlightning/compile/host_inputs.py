@@ -108,6 +108,7 @@ class HostInputs:
     Attributes:
         guards: Python decisions, in order, by their text.
         writes: What is assigned after each step: name to the function that assigns and the expression.
+        evaluated: Whether something on the host wants the numbers of each step.
     """
 
     def __init__(self, facts: HostFacts, env: HostEnvironment, room: Room | None = None) -> None:
@@ -117,6 +118,7 @@ class HostInputs:
         self.guards: dict[str, Guard] = {}
         self.writes: dict[str, tuple[Callable[[Any], None], Expression]] = {}
         self.refused: list[str] = []
+        self.evaluated = False
         self._sizes = self.room.sizes
         self._pinned: set[str] = set()
         self._slots: tuple[dict[str, Slot], dict[str, Slot]] = ({}, {})
@@ -214,6 +216,17 @@ class HostInputs:
                 self.guards[text] = Guard(apply(text, function, number), outcome, user_line())
         return outcome
 
+    def ask(self, question: str, answer: Callable[[], Any]) -> Any:
+        """What a question about something else than a number is answered with; the variant is for this answer only.
+
+        Args:
+            question: As source, for example `"len(self.outputs)"`.
+            answer: Gives a hashable value.
+        """
+        if question not in self.guards:
+            self.guards[question] = Guard(Expression(question, lambda _: answer()), answer(), user_line())
+        return self.guards[question].outcome
+
     def traced(self, expression: Expression, known: Any) -> Any:
         """The input of the compiled step that carries an expression.
 
@@ -263,7 +276,7 @@ class HostInputs:
     @property
     def needed(self) -> bool:
         """Whether the variant differs from one that knows no numbers of the host."""
-        return bool(self.guards or self.writes or any(self._sizes))
+        return bool(self.guards or self.writes or self.evaluated or any(self._sizes))
 
     def inputs(self, env: HostEnvironment) -> tuple[np.ndarray[Any, Any], ...]:
         """The vectors of computed integers and floats for one step; empty when the variant has none.

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxlightning.compile import packing, precision
-from jaxlightning.compile.effects import SideEffects, as_it_was
 from jaxlightning.compile.manual import finish_step
 from jaxlightning.compile.manual_base import ManualBase, OptimizerUpdate, check_loss, independent_loss
 from jaxlightning.compile.manual_events import ManualOptions
@@ -26,6 +25,7 @@ from jaxlightning.compile.manual_tape import probe
 from jaxlightning.compile.run_step import StepInfo, run_user_step, step_key
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import Scalars, Trace
+from jaxlightning.compile.writes import Snapshot, as_it_was
 from jaxlightning.optim import clip_gradients
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class ReplayRun(ManualBase):
 
 
 @contextlib.contextmanager
-def _unseen(binding: Binding, start: list[SideEffects]) -> Iterator[None]:
+def _unseen(binding: Binding, start: list[Snapshot]) -> Iterator[None]:
     """The module as it was at the start of the step, and afterwards as it is now; nothing is printed meanwhile."""
     names = [(owner, name) for owner in binding.owners.values() for name in owner.__dict__.get("_nnx_attributes", ())]
     bound = [(owner, name, owner.__dict__.get(name)) for owner, name in names]
@@ -297,7 +297,7 @@ def eager_train_step(
     batch = binding.precision.convert_input(batch)
     key = step_key(seed, scalars.micro_step, "train")
     base = (scalars.micro_step, scalars.batch_idx, scalars.current_epoch, scalars.global_step)
-    start = [SideEffects(owner, "training_step", prefix) for prefix, owner in binding.owners.items()]
+    start = [Snapshot(owner, prefix) for prefix, owner in binding.owners.items()]
 
     def replay(run: ReplayRun) -> Any:
         trace = Trace(

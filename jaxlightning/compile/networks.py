@@ -60,8 +60,13 @@ def is_linen(value: Any) -> bool:
 
 
 def is_nnx(value: Any) -> bool:
-    """Whether the object is an NNX module; by name, because importing nnx costs a linen user time."""
-    return _mro_has(value, "flax.nnx", "Module")
+    """Whether the object is an NNX module or Variable; by name, because importing nnx costs a linen user time."""
+    return _mro_has(value, "flax.nnx", "Module") or is_nnx_variable(value)
+
+
+def is_nnx_variable(value: Any) -> bool:
+    """Whether the object is an NNX Variable, such as an `nnx.Param` on the module itself."""
+    return _mro_has(value, "flax.nnx", "Variable")
 
 
 def is_network(value: Any) -> bool:
@@ -291,22 +296,46 @@ class LinenNetwork:
 
     @property
     def params(self) -> Any:
-        """The parameters: traced inside a step, a copy outside, None before they exist."""
+        """The parameters: traced inside a step, a copy outside, None before they exist; assign to replace them."""
         trace = current_trace()
-        if trace is not None:
-            return trace.params.get(self._path)
-        return self._engine.params_of(self._path)
+        if trace is None:
+            return self._engine.params_of(self._path)
+        if trace.creating and self._path not in trace.params:
+            self._create_as_copy(trace)
+        return trace.params.get(self._path)
 
     @params.setter
     def params(self, value: Any) -> None:
         trace = current_trace()
         if trace is not None:
-            raise NotImplementedError(
-                f"Assigning `self.{self._path}.params` inside a compiled step is not supported in this version. "
-                "Assign it "
-                "in a hook such as `on_train_batch_end`, between steps."
-            )
+            trace.write_params(self._path, value)
+            return
         self._engine.params = {**self._engine.params, self._path: plain(value)}
+
+    def _create_as_copy(self, trace: Trace) -> None:
+        """Gives a copy that was not called yet the variables of the network that it was copied from."""
+        for path, other in self._engine.binding.linen.items():
+            if other._init_path == self._init_path and path != self._path and path in trace.params:
+                trace.params[self._path] = trace.params[path]
+                trace.variables[self._path] = trace.variables.get(path, {})
+                trace.created.add(self._path)
+                return
+
+    @property
+    def variables(self) -> Any:
+        """Every collection but the parameters (batch statistics ...), as `params`; assign to replace them."""
+        trace = current_trace()
+        if trace is not None:
+            return trace.variables.get(self._path, {})
+        return self._engine.variables.get(self._path, {})
+
+    @variables.setter
+    def variables(self, value: Any) -> None:
+        trace = current_trace()
+        if trace is not None:
+            self._write(trace, value)
+            return
+        self._engine.variables = {**self._engine.variables, self._path: plain(value)}
 
     def parameters(self) -> ParameterSelection:
         """A lazy selection of this network's parameters, for an optimizer."""

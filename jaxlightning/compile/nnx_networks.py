@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlightning.compile.paths import Nested, flatten
+from jaxlightning.compile.paths import Nested, flatten, merge
 from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.precision_layers import plain_class, prepare_nnx
 from jaxlightning.compile.trace import Trace, path_hash
@@ -113,25 +113,28 @@ class NnxGroup:
             self._state("rest", rest),
             copy=True,
         )
+        networks = {name: network for name, network in merged.items() if not isinstance(network, nnx.Variable)}
         for name in eval_networks:
-            if name in merged:
-                merged[name].eval()
-        cast = not trace.creating and prepare_nnx(precision, merged)
+            if name in networks:
+                networks[name].eval()
+        cast = not trace.creating and prepare_nnx(precision, networks)
         if eval_networks or cast:
-            for network in merged.values():
+            for network in networks.values():
                 plain_class(network)
             self._bound_graphdef = nnx.split(merged)[0]
             if cast:
-                prepare_nnx(precision, merged)
+                prepare_nnx(precision, networks)
         else:
             self._bound_graphdef = self.graphdef
         self._merged = merged
+        self._bound_params = self._pure(nnx.split(merged, nnx.Param, ...)[1])
         return merged
 
     def put_params(self, trace: Trace) -> None:
         """Gives the bound modules the trace's parameters anew, after an optimizer stepped inside the step."""
         flat = flatten({name: trace.params.get(name, {}) for name in self.modules})
         self._nnx.update(self._merged, self._state("params", flat))
+        self._bound_params = self._pure(self._nnx.split(self._merged, self._nnx.Param, ...)[1])
 
     def collect(self, trace: Trace) -> None:
         """Writes the variables of the bound modules back into the trace.
@@ -142,7 +145,7 @@ class NnxGroup:
         nnx = self._nnx
         for network in (self._merged or {}).values():
             plain_class(network)
-        graphdef, _, _, rest = nnx.split(self._merged, nnx.Param, nnx.RngState, ...)
+        graphdef, params, _, rest = nnx.split(self._merged, nnx.Param, nnx.RngState, ...)
         if graphdef != self._bound_graphdef:
             raise RuntimeError(
                 "The step changed the structure of an NNX network (an attribute or Variable was added, removed or "
@@ -151,6 +154,11 @@ class NnxGroup:
             )
         for name, tree in self._nest(self._pure(rest)).items():
             trace.variables[name] = {"nnx": tree}
+        now = self._pure(params)
+        changed = self._nest({path: value for path, value in now.items() if value is not self._bound_params[path]})
+        for name, tree in changed.items():
+            known = trace.params[name]  # in the dtypes of the state; the bound modules may compute in others
+            trace.write_params(name, merge(known, tree) if isinstance(tree, dict) else tree)
         self._merged = None
 
     def refresh(self, params: Nested, variables: Nested) -> None:

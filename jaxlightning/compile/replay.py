@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlightning.compile.outputs import OutputTree
+from jaxlightning.compile.containers import Skeleton, map_items, rebuild, take_apart
+from jaxlightning.compile.host_proxy import HostNumber
+from jaxlightning.compile.host_values import Expression, HostEnvironment
 
 __all__ = ["HostEffects", "Replay"]
 
@@ -21,13 +23,24 @@ class Replay:
 
     Attributes:
         what: How the step wrote it, for messages: ``"`self.outputs.append(...)`"``.
-        value: A pytree whose arrays are outputs of the step; the rest is as it was while the step was traced.
+        value: A container whose arrays are outputs of the step; the rest is as it was while the step was traced.
         apply: Called with `value` and its concrete arrays after each step.
+        state: Whether the value is state and no value of the batch, so that no rows of padding are in it.
     """
 
     what: str
     value: Any
     apply: Callable[[Any], None]
+    state: bool = False
+
+
+class _Number:
+    """A number of the host in a value: computed anew for each step, in Python."""
+
+    __slots__ = ("expression",)
+
+    def __init__(self, expression: Expression) -> None:
+        self.expression = expression
 
 
 class HostEffects:
@@ -38,24 +51,53 @@ class HostEffects:
     """
 
     def __init__(self, replays: Sequence[Replay]) -> None:
-        self._trees = [OutputTree(replay.value) for replay in replays]
-        self._apply = [replay.apply for replay in replays]
-        self._counts = [len(tree.arrays) for tree in self._trees]
+        self._arrays: tuple[Any, ...] = ()
+        self._entries: list[tuple[Skeleton, int, bool, Replay]] = []
+        for replay in replays:
+            value, numbers = _without_numbers(replay.value)
+            parts = take_apart(value, copies=False)
+            self._arrays += parts.arrays
+            self._entries.append((parts.skeleton, len(parts.arrays), numbers, replay))
 
     def __bool__(self) -> bool:
-        return bool(self._apply)
+        return bool(self._entries)
 
     def detach(self) -> tuple[Any, ...]:
         """The arrays that the compiled step returns; afterwards the object holds none."""
-        return tuple(array for tree in self._trees for array in tree.detach())
+        arrays, self._arrays = self._arrays, ()
+        return arrays
 
-    def __call__(self, arrays: Sequence[Any]) -> None:
+    def __call__(
+        self, arrays: Sequence[Any], env: HostEnvironment | None, real_rows: Callable[[Any], Any] = tuple
+    ) -> None:
         """Applies the effects of one step.
 
         Args:
             arrays: What the compiled step returned for them.
+            env: Numbers of the host in the step.
+            real_rows: Takes rows of padding off arrays of the batch.
         """
         start = 0
-        for tree, apply, count in zip(self._trees, self._apply, self._counts, strict=True):
-            apply(tree.rebuild(arrays[start : start + count]))
+        for skeleton, count, numbers, replay in self._entries:
+            part = arrays[start : start + count]
             start += count
+            value = rebuild(skeleton, iter(part if replay.state else real_rows(part)))
+            replay.apply(map_items(value, lambda item: _evaluated(item, env)) if numbers else value)
+
+
+def _without_numbers(value: Any) -> tuple[Any, bool]:
+    """A value whose host numbers stay on the host, and whether it has any: they need not leave the step as arrays."""
+    found: list[Any] = []
+
+    def replace(item: Any) -> Any:
+        if type(item) is not HostNumber:
+            return item
+        found.append(item)
+        item._inputs.evaluated = True
+        return _Number(item._expression)
+
+    return map_items(value, replace), bool(found)
+
+
+def _evaluated(item: Any, env: HostEnvironment | None) -> Any:
+    return item.expression.evaluate(env) if type(item) is _Number else item

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlightning.compile.batch_mask import PaddedBatch, refuse_unmasked
-from jaxlightning.compile.effects import OwnerTracer, SideEffects, refuse_writes, tracing_class
+from jaxlightning.compile.effects import OwnerTracer, tracing_class
 from jaxlightning.compile.explain import explain
 from jaxlightning.compile.host_inputs import HostInputs
 from jaxlightning.compile.host_trainer import TrainerView
@@ -25,6 +25,7 @@ from jaxlightning.compile.outputs import OutputTree, is_array
 from jaxlightning.compile.reads import ReadRecorder
 from jaxlightning.compile.replay import HostEffects
 from jaxlightning.compile.trace import Scalars, Trace, activate, trace_level
+from jaxlightning.compile.writes import Snapshot, settle_writes
 from jaxlightning.optim._observed import listening
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class StepInfo:
         stage_read: The step asked the trainer for its stage.
         reads: Attributes of the module that became constants.
         needs_host: Something has to be done on the host before or after each call.
+        reshapes: The step changes the shape or structure of something that it carries.
+        treedef_after: Structure of the state after the step, None where it stays the same.
         effects: What is done with the arrays that the compiled call returns last, None for nothing.
         host: Numbers of the host that the step uses, None for none (and with `jit=False`).
         manual: What a step with manual optimization does to optimizers and schedulers.
@@ -67,6 +70,8 @@ class StepInfo:
     reads: ReadRecorder = field(default_factory=ReadRecorder)
     needs_host: bool = False
     effects: HostEffects | None = None
+    treedef_after: Any = None
+    reshapes: bool = False
     host: HostInputs | None = None
     manual: Any = None
 
@@ -119,8 +124,9 @@ def run_user_step(
         batch, trace.mask = batch.batch, batch.mask
     trace.step_batch = batch
     owners = binding.owners
-    effects = [SideEffects(owner, fx, prefix) for prefix, owner in owners.items()] if strict or trace.silent else []
+    snapshots = [Snapshot(owner, prefix) for prefix, owner in owners.items()] if strict or trace.silent else []
     generators = _generator_states() if strict else None
+    trace.host = None if info is None or trace.silent else info.host
     cls = type(module)
     classes = [(owner, type(owner)) for owner in owners.values()]
     trace.level = trace_level()
@@ -132,41 +138,50 @@ def run_user_step(
     if numbers is not None and trainer is not None and info is not None:
         trace.view = TrainerView(trainer, module, numbers, info.reads)
     hearing = nullcontext() if numbers is None else listening(numbers.hear)
-    with activate(trace), binding.bound(trace), recording_schedulers(binding, trace), hearing:
+    standing = nullcontext() if trace.attributes is None else trace.attributes.standing(owners, take=not trace.silent)
+    schedulers = recording_schedulers(binding, trace)
+    try:
+        with activate(trace), binding.bound(trace), schedulers, hearing, standing:
+            if info is not None:
+                for (owner, kind), tracer in zip(classes, tracers, strict=True):
+                    owner.__dict__["_tracer"] = tracer
+                    object.__setattr__(owner, "__class__", tracing_class(kind))
+            for instance, _ in names:
+                instance["_current_fx_name"] = fx
+            try:
+                function = getattr(module, fx)
+                if info is not None:
+                    info.reads.record_code(function)
+                if forward:
+                    args = [] if isinstance(batch, dict) else list(batch) if isinstance(batch, tuple) else [batch]
+                    kwargs = batch if isinstance(batch, dict) else {}
+                else:
+                    args, kwargs = arguments(function, batch, trace.scalars)
+                result = function(*args, **kwargs)
+            except BaseException as error:
+                retrace = None if trace.numbers is None else trace.numbers.inputs.settle(error)
+                explain(error, f"{cls.__name__}.{fx}")
+                if retrace is not None:
+                    raise retrace from None
+                raise
+            finally:
+                if info is not None:
+                    for owner, kind in classes:
+                        object.__setattr__(owner, "__class__", kind)
+                        owner.__dict__.pop("_tracer", None)
+                for instance, before in names:
+                    instance["_current_fx_name"] = before
+        if strict and not trace.silent:
+            for snapshot, tracer in zip(snapshots, tracers, strict=True):
+                if tracer is not None:
+                    settle_writes(snapshot, tracer, trace, f"{cls.__name__}.{fx}")
+    finally:
+        for snapshot in snapshots:
+            snapshot.restore()
+    if trace.attributes is not None and not trace.silent:
         if info is not None:
-            for (owner, kind), tracer in zip(classes, tracers, strict=True):
-                owner.__dict__["_tracer"] = tracer
-                object.__setattr__(owner, "__class__", tracing_class(kind))
-        for instance, _ in names:
-            instance["_current_fx_name"] = fx
-        try:
-            function = getattr(module, fx)
-            if info is not None:
-                info.reads.record_code(function)
-            if forward:
-                args = [] if isinstance(batch, dict) else list(batch) if isinstance(batch, tuple) else [batch]
-                kwargs = batch if isinstance(batch, dict) else {}
-            else:
-                args, kwargs = arguments(function, batch, trace.scalars)
-            result = function(*args, **kwargs)
-        except BaseException as error:
-            retrace = None if trace.numbers is None else trace.numbers.inputs.settle(error)
-            explain(error, f"{cls.__name__}.{fx}")
-            for effect in effects:
-                effect.restore()
-            if retrace is not None:
-                raise retrace from None
-            raise
-        finally:
-            if info is not None:
-                for owner, kind in classes:
-                    object.__setattr__(owner, "__class__", kind)
-                    owner.__dict__.pop("_tracer", None)
-            for instance, before in names:
-                instance["_current_fx_name"] = before
-    written = [name for effect, tracer in zip(effects, tracers, strict=False) for name in effect.restore(tracer)]
-    if strict and not trace.silent:
-        refuse_writes(written, f"{cls.__name__}.{fx}")
+            binding.engine.effect_facts.constants.update(info.reads.reads)
+        trace.attributes.conclude()
     if trace.mask is not None and not trace.mask_read:
         skipped = trace.kind == "train" and result is None and module.automatic_optimization
         if not skipped:

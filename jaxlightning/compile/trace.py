@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxlightning.compile.log_plan import LogMeta
+from jaxlightning.compile.paths import flatten, plain
 
 if TYPE_CHECKING:
     from jaxlightning.compile.attributes import TracedAttributes
     from jaxlightning.compile.facts import EffectFacts
     from jaxlightning.compile.host_attributes import HostAttributes
+    from jaxlightning.compile.host_inputs import HostInputs
     from jaxlightning.compile.replay import Replay
 
 __all__ = ["LogEntry", "RetraceError", "Scalars", "Trace", "activate", "current_trace", "note_stage_read"]
@@ -121,6 +123,9 @@ class Trace:
         replays: Calls and changes that are repeated on the host after each step, in order.
         numbers: Numbers on the module that the step reads and writes; None where they are plain attributes.
         view: What `self.trainer` is for the user's code; None for the trainer itself.
+        host: Guards of this variant; None where nothing is compiled.
+        written: `{network: params}` of networks whose parameters the step assigned.
+        differentiated: Whether the run is differentiated with respect to `params`.
         mask: Which rows of the batch are real, bool of shape [rows]; None when batches are not padded.
         mask_read: Whether the step looked at the mask.
         unmasked: Metric objects that were given something else than rows of the batch.
@@ -150,6 +155,9 @@ class Trace:
     replays: list[Replay] = field(default_factory=list)
     numbers: HostAttributes | None = None
     view: Any = None
+    host: HostInputs | None = None
+    written: dict[str, Any] = field(default_factory=dict)
+    differentiated: bool = False
 
     def add_log(self, meta: LogMeta, value: Any, weight: Any = None) -> None:
         """Records one call of `self.log`; `value` is a 0-d array or number, `weight` None means one."""
@@ -158,6 +166,15 @@ class Trace:
                 f"`self.log({meta.name!r}, ...)`", "return the value from the function and log it outside"
             )
             self.logs.append(LogEntry(meta, value, weight))
+
+    def ask(self, question: str, answer: Callable[[], Any]) -> Any:
+        """Answers a Python question about something on the host; the compiled variant holds for this answer only.
+
+        Args:
+            question: As source, for messages; equal texts ask the same.
+            answer: Gives a hashable value, now and before later steps.
+        """
+        return answer() if self.host is None else self.host.ask(question, answer)
 
     def next_key(self) -> jax.Array:
         """A typed key, another one at every call and in every step."""
@@ -169,6 +186,37 @@ class Trace:
         count = self.network_calls.get(path, 0)
         self.network_calls[path] = count + 1
         return jax.random.fold_in(jax.random.fold_in(self.key, path_hash(path)), count)
+
+    def write_params(self, network: str, value: Any) -> None:
+        """Takes an assignment of a network's parameters (`self.teacher.params = ...`).
+
+        Args:
+            network: The network.
+            value: Parameters of the same structure and shapes.
+
+        Raises:
+            RuntimeError: In an evaluation step, or inside a transform of the user's own.
+            ValueError: If structure or shapes differ; the message lists them.
+        """
+        if self.creating:
+            return
+        self.require_own_level(f"`self.{network}.params = ...`", "return the parameters from the function")
+        if self.kind != "train":
+            raise RuntimeError(
+                f"The {self.kind} step assigns `self.{network}.params`. Steps of evaluation only read parameters: "
+                "assign them in a hook such as `on_validation_epoch_start`, between steps."
+            )
+        known = self.params.get(network)
+        if known is None:
+            raise RuntimeError(f"`self.{network}.params` is assigned before the network has parameters.")
+        self.written[network] = jax.tree.map(jax.lax.stop_gradient, _fitted(network, known, value))
+        self.params[network] = self.written[network]
+        if self.differentiated:
+            # As in torch, where such an assignment is made without a graph: what is computed from the new value has
+            # the gradient with respect to it.
+            self.params[network] = jax.tree.map(
+                lambda new, old: new + (old - jax.lax.stop_gradient(old)), self.written[network], known
+            )
 
     def require_own_level(self, what: str, way_out: str) -> None:
         """Refuses an effect inside a user's own JAX transform, where its value would leak.
@@ -182,6 +230,22 @@ class Trace:
                 "...) "
                 f"in the {self.kind} step. Its value exists only inside that transform: {way_out}."
             )
+
+
+def _fitted(network: str, known: Any, value: Any) -> Any:
+    """New parameters in the structure, shapes and dtypes of the old ones."""
+    have, want = flatten({"": plain(value)}), flatten({"": known})
+    problems = [f"missing {path[1:]}" for path in want if path not in have]
+    problems += [f"unexpected {path[1:]}" for path in have if path not in want]
+    problems += [
+        f"{path[1:]}: shape {jax.numpy.shape(have[path])} instead of {jax.numpy.shape(want[path])}"
+        for path in want
+        if path in have and jax.numpy.shape(have[path]) != jax.numpy.shape(want[path])
+    ]
+    if problems:
+        raise ValueError(f"The new value of `self.{network}.params` does not fit: " + "; ".join(problems[:20]))
+    leaves = [jax.numpy.asarray(have[path], want[path].dtype) for path in want]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(known), leaves)
 
 
 def note_stage_read() -> None:

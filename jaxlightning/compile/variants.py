@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +143,10 @@ def _train_function(
         state, values, states, outputs, finite, effects = core.train_step(
             engine.binding, table, info, options, state, join(arrays), scalars, seed, floats
         )
-        return _flat(state, state_treedef), values, states, outputs, finite, effects
+        after = _flat(state, state_treedef, info)
+        info.reshapes = info.treedef_after is not None or _shapes(after) != _shapes(leaves)
+        info.needs_host = info.needs_host or info.reshapes
+        return after, values, states, outputs, finite, effects
 
     return step if options.manual is None or not engine.jit else resolve(step)
 
@@ -360,7 +364,7 @@ class Variants:
                 state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
                 grads = jax.tree.map(lambda g: g * floats[1].astype(g.dtype), state.grads)
                 new = core.update(engine.binding, state, grads, core.hyper_of(engine.binding, floats))
-                return _flat(guarded_update(engine.binding, state, new, grads), state_treedef)
+                return _flat(guarded_update(engine.binding, state, new, grads), state_treedef, info)
 
             return step
 
@@ -443,8 +447,11 @@ class Variants:
                 )
             lowered, compiled = None, SegmentedStep(traced, engine, example, batch)
         else:
-            lowered = explained(traced.lower, self.owner)()
-            compiled = lowered.compile()
+            with warnings.catch_warnings():
+                if info.reshapes:  # its old buffer is of no use then, and a warning about it of no use either
+                    warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+                lowered = explained(traced.lower, self.owner)()
+                compiled = lowered.compile()
         seconds = time.perf_counter() - start
         call = raising(compiled, f"{self.owner} {kind}") if self.checks else compiled
         variant = CompiledStep(kind, call, info, treedef, positions, seconds, (traced, lowered, compiled))
@@ -523,9 +530,14 @@ def _eager(function: Callable[..., Any], *args: Any) -> Any:
     return function(*converted)
 
 
-def _flat(state: TrainState, treedef: Any) -> tuple[Any, ...]:
+def _flat(state: TrainState, treedef: Any, info: StepInfo) -> tuple[Any, ...]:
     leaves, got = jax.tree_util.tree_flatten(state)
     if got != treedef:
+        rest = jax.tree_util.tree_unflatten(treedef, list(range(treedef.num_leaves))).replace(attributes={})
+        if jax.tree_util.tree_structure(state.replace(attributes={})) == jax.tree_util.tree_structure(rest):
+            # A container of arrays on the module has other contents after this step.
+            info.treedef_after, info.needs_host = got, True
+            return tuple(leaves)
         raise RuntimeError(
             f"The step changed the structure of the training state.\nBefore: {treedef}\nAfter: {got}\nA network or "
             "optimizer "

@@ -212,19 +212,31 @@ def test_a_step_without_a_usable_loss_is_refused(returned: Any, error: type[Exce
         make_engine(Bad()).train_step(batches()[0], batch_idx=0)
 
 
-def test_writes_in_a_step_are_refused_by_name_and_undone() -> None:
+def test_writes_that_cannot_be_repeated_are_refused_by_name_and_line_and_undone() -> None:
+    class Phase:
+        name = "warm"
+
     class Writes(Classifier):
         def training_step(self, batch: Any, batch_idx: Any) -> Any:
-            self.last = self.net(batch[0])
-            self.outputs.append(self.last)
-            return self.last.mean()
+            loss = self.net(batch[0]).mean()
+            if self.mode == "first":
+                self.mode = "second"
+            self.phase.seen = loss
+            self.table[0] = 1.0
+            return loss
 
     module = Writes()
-    module.outputs = []
-    with pytest.raises(RuntimeError, match=r"changed `self.last`, `self.outputs \(a list changed in place\)`"):
+    module.mode, module.phase, module.table = "first", Phase(), np.zeros(3)
+    with pytest.raises(RuntimeError) as raised:
         make_engine(module).train_step(batches()[0], batch_idx=0)
-    assert module.outputs == []
-    assert not hasattr(module, "last")
+    text = str(raised.value)
+    assert "`self.mode` (it was read and then set to 'second', test_engine.py:" in text
+    assert "`self.phase` (the Phase in it changed" in text
+    assert "`self.table` (a numpy array changed in place" in text
+    assert "jit=False" in text
+    assert module.mode == "first"
+    assert vars(module.phase) == {}
+    assert module.table.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("draw", ["random", "numpy"])
