@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlightning.compile.effects import INTERNAL
 from jaxlightning.compile.foreign_networks import ForeignNetwork, adapt, is_foreign
 from jaxlightning.compile.freezing import decisions_of, initial_mode
-from jaxlightning.compile.networks import LinenNetwork, is_linen, is_nnx, rebuild, walk
+from jaxlightning.compile.networks import LinenNetwork, is_linen, is_nnx, is_nnx_variable, rebuild, walk
 from jaxlightning.compile.nnx_networks import NnxGroup
 from jaxlightning.compile.owners import owners_of
 from jaxlightning.compile.precision import Precision
@@ -105,7 +105,8 @@ class Binding:
             found_here = {path: network for path, network in walk(value, prefix + name) if is_nnx(network)}
             nnx_modules.update(found_here)
             for path, network in found_here.items():
-                remember_network(network, path)
+                if not is_nnx_variable(network):  # those cannot be referenced weakly; they are chosen by path
+                    remember_network(network, path)
 
     def _wrap(self, network: Any, path: str) -> Any:
         if isinstance(network, LinenNetwork):

@@ -45,8 +45,6 @@ INTERNAL = frozenset(
 """Instance attributes that belong to the framework."""
 
 
-
-
 def plain_attribute(module: Any, name: str) -> Any:
     """What the instance, else its classes, hold under a name, without calling descriptors; `MISSING` for neither."""
     instance = object.__getattribute__(module, "__dict__")
