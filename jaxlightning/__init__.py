@@ -30,6 +30,7 @@ _MODULES = (
     "adapters",
     "callbacks",
     "checkpoint",
+    "export",
     "functional",
     "loggers",
     "metrics",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from jaxlightning import adapters as adapters
     from jaxlightning import callbacks as callbacks
     from jaxlightning import checkpoint as checkpoint
+    from jaxlightning import export as export
     from jaxlightning import functional as functional
     from jaxlightning import loggers as loggers
     from jaxlightning import metrics as metrics

@@ -532,6 +532,29 @@ class JaxLightningModule(ModuleArrays, ModuleLogging, ModuleHooks, Hyperparamete
         engine.variables = merge(engine.variables, _place(engine.variables, variables))
         engine.set_buffers({name: state_dict[name] for name in engine.buffer_values() if name in state_dict})
 
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str = "stablehlo",
+        inputs: Any = None,
+        batch: int | None = None,
+    ) -> Any:
+        """Writes `forward` with its weights for another runtime, or the weights alone.
+
+        Args:
+            path: The file, or the directory of a SavedModel.
+            format: `"stablehlo"`, `"saved_model"`, `"tflite"`, `"onnx"` or `"safetensors"`.
+            inputs: Example inputs of `forward`; by default `example_input_array`.
+            batch: A fixed batch size; any size by default.
+
+        Returns:
+            The path.
+        """
+        from jaxlightning.export import export_module
+
+        return export_module(self, path, format=format, inputs=inputs, batch=batch)
+
     @property
     def strict_loading(self) -> bool:
         """Whether checkpoints must fit exactly."""
