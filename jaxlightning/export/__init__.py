@@ -51,8 +51,8 @@ def export_module(
         inputs = module.example_input_array
     if inputs is None:
         raise MisconfigurationException(
-            f"`export` needs to know the inputs of `{type(module).__name__}.forward`: pass `inputs=` an example, or set "
-            "`self.example_input_array`."
+            f"`export` needs to know the inputs of `{type(module).__name__}.forward`: pass `inputs=` an example, or "
+            "set `self.example_input_array`."
         )
     return export_function(forward_of(module), inputs, path, format=format, batch=batch)
 

@@ -124,7 +124,7 @@ class FunctionalEngine(EngineLogs):
     def mark_dirty(self) -> None:
         """A hand-written step reads nothing from the module."""
 
-    modes_changed = sync_modes = check_constants = create_from_example = mark_dirty
+    modes_changed = sync_modes = check_constants = create_from_example = host_code_ran = mark_dirty
 
     def ensure_created(self, stage: str, batch: Any, scalars: Any) -> None:
         """The state came complete."""

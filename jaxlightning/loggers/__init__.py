@@ -12,3 +12,4 @@ from jaxlightning.loggers.logger import DummyLogger as DummyLogger
 from jaxlightning.loggers.logger import Logger as Logger
 from jaxlightning.loggers.logger import rank_zero_experiment as rank_zero_experiment
 from jaxlightning.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+from jaxlightning.loggers.wandb import WandbLogger as WandbLogger
