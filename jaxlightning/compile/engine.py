@@ -159,6 +159,8 @@ class Engine(EngineLogs):
             handle.bind(get_state=functools.partial(self.opt_state_live, handle), **self.manual.words(handle))
             handle._get_skipped = self.skipped_updates if self.binding.skips_updates else None
         self._forget(keep_evaluation=True)
+        if self.variants.reports is not None:
+            self.variants.reports.optimizers_changed()
 
     def zero_grad(self) -> None:
         """Forgets accumulated gradients."""

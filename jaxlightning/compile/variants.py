@@ -17,6 +17,7 @@ import numpy as np
 from jaxlightning.compile import batch as batches
 from jaxlightning.compile import core
 from jaxlightning.compile.checks import checked, raising
+from jaxlightning.compile.compile_report import CompileReports
 from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.effects import is_simple
 from jaxlightning.compile.explain import explained
@@ -176,7 +177,7 @@ class Variants:
     ) -> None:
         self.strategy = strategy
         self.jit = jit
-        self.log_compiles = log_compiles
+        self.reports = CompileReports(owner) if log_compiles else None
         self.owner = owner
         self.checks = checks
         self.counts: dict[str, int] = {}
@@ -221,6 +222,8 @@ class Variants:
                     group.remove(lambda other, gone=variant: other is gone)  # type: ignore[misc]
         for kind, names in dropped.items():
             _log.info("%s: %s changed, so the %s step is compiled again.", self.owner, ", ".join(names), kind)
+            if self.reports is not None:
+                self.reports.attributes_changed(kind, names)
         for key in {key: None for names in dropped.values() for key in names}:
             self.changes[key] = self.changes.get(key, 0) + 1
             if self.changes[key] == _MANY_CHANGES:
@@ -451,13 +454,15 @@ class Variants:
                 if info.reshapes:  # its old buffer is of no use then, and a warning about it of no use either
                     warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
                 lowered = explained(traced.lower, self.owner)()
-                compiled = lowered.compile()
+                with healing():
+                    compiled = lowered.compile()
         seconds = time.perf_counter() - start
         call = raising(compiled, f"{self.owner} {kind}") if self.checks else compiled
         variant = CompiledStep(kind, call, info, treedef, positions, seconds, (traced, lowered, compiled))
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self._keep(key, variant, engine)
-        self._report(variant, key)
+        if self.reports is not None:
+            self.reports.report(variant, key, self.counts[kind])
         return variant
 
     def _info(self, key: Any, engine: Engine, env: HostEnvironment | None) -> StepInfo:
@@ -475,27 +480,6 @@ class Variants:
         variant.group = group
         self.latest[variant.kind] = variant
         group.add(() if host is None else tuple(host.guards.values()), variant, self.moment)
-
-    def _report(self, variant: CompiledStep, key: Any) -> None:
-        if not self.log_compiles:
-            return
-        cost = variant.cost_analysis() or {}
-        memory = variant.memory
-        temporary = getattr(memory, "temp_size_in_bytes", 0) if memory is not None else 0
-        _log.info(
-            "%s: compiled the %s step (number %d of its kind) in %.2f s; %.3g floating-point operations, %.3g bytes of "
-            "temporary memory; shapes %s.",
-            self.owner, variant.kind, self.counts[variant.kind], variant.seconds, cost.get("flops", float("nan")),
-            temporary,
-            key[-1] if len(key) > 1 else "-",
-        )  # fmt: skip
-        host = variant.info.host
-        decisions = [] if host is None else [str(guard) for guard in host.guards.values() if guard.decides]
-        if decisions:
-            _log.info(
-                "%s: this variant of the %s step is for the steps in which %s.",
-                self.owner, variant.kind, "; ".join(decisions),
-            )  # fmt: skip
 
 
 def _host_example(info: StepInfo) -> tuple[Any, ...]:
