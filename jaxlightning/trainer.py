@@ -15,6 +15,7 @@ from typing import Any
 from jaxlightning.checkpoint import CheckpointConnector
 from jaxlightning.compile.checks import eager_refused, parse_checks
 from jaxlightning.compile.fused_step import check_steps_per_dispatch
+from jaxlightning.compile.persistent_cache import check_compilation_cache
 from jaxlightning.compile.precision import Precision
 from jaxlightning.loggers import DummyLogger, configure_loggers
 from jaxlightning.loops.call import HookTable
@@ -116,9 +117,12 @@ class Trainer(TrainerVerbs, TrainerProperties):
             checkpoint or the end of an epoch, and batches run one by one where a hook of yours runs per batch.
         prefetch_batches: Read this many batches ahead in a background thread and send them to the accelerator; for
             loaders that wait for files or decode images. Never beyond a `limit_*_batches`.
-        log_compiles: Report every compilation at INFO.
         checkify: JAX's run-time checks in every step, raised on the host: "nan", "div", "oob", "user", several of them
             with commas between, or True for all; one device read per step.
+        compilation_cache: Keep compiled steps for the next start of the script: True in your cache directory (as the
+            platform has it), a path in that folder, False not at all. JAX's own options and environment variables for
+            its cache win, and are as before after each run.
+        log_compiles: Report every compilation at INFO: why, how long it took, its memory and operations.
         seed: Seed of parameters and random keys; that of `seed_everything` by default, else 0.
         auto_resume: Let the first `fit` without `ckpt_path` continue the newest checkpoint below `default_root_dir`
             that is complete, in the loggers' directories of that run. Give every run a root directory of its own.
@@ -187,6 +191,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         pad_batches: bool | int = False,
         steps_per_dispatch: int | str = 1,
         prefetch_batches: int = 0,
+        compilation_cache: bool | str | os.PathLike[str] = True,
         log_compiles: bool = False,
         checkify: str | bool | None = None,
         seed: int | None = None,
@@ -208,6 +213,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         self._checkify = parse_checks(checkify)
         eager_refused(jit, self._checkify)
         self._seed_flag = seed
+        self._compilation_cache = check_compilation_cache(compilation_cache)
         self._steps_per_dispatch = check_steps_per_dispatch(steps_per_dispatch)
         self._vectorize, self._pad_batches = check_vectorize(vectorize), check_pad_batches(pad_batches)
         self.auto_resume = bool(auto_resume)

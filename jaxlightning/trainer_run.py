@@ -9,6 +9,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
+from jaxlightning.compile.persistent_cache import persistent_cache
 from jaxlightning.loggers import resume_loggers
 from jaxlightning.loops.call import (
     call_callback_hooks,
@@ -40,7 +41,7 @@ def run(trainer: Trainer, model: Any, ckpt_path: Any, weights_only: bool | None)
     Returns:
         What the loop returns.
     """
-    with trainer.precision_plugin.scope():
+    with persistent_cache(trainer._compilation_cache), trainer.precision_plugin.scope():
         return _run(trainer, model, ckpt_path, weights_only)
 
 

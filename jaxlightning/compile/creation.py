@@ -13,6 +13,7 @@ from jaxlightning.compile.attributes import TracedAttributes
 from jaxlightning.compile.checks import checked
 from jaxlightning.compile.explain import explained
 from jaxlightning.compile.paths import flatten, merge
+from jaxlightning.compile.persistent_cache import healing
 from jaxlightning.compile.run_step import run_user_step, step_key
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import weak_integers
@@ -144,4 +145,12 @@ def _creator(
 
 
 def _run(engine: Engine, create: Callable[..., Any]) -> Callable[..., Any]:
-    return explained(jax.jit(create), type(engine.module).__name__) if engine.jit else create
+    if not engine.jit:
+        return create
+    compiled = explained(jax.jit(create), type(engine.module).__name__)
+
+    def run(*args: Any) -> Any:
+        with healing():
+            return compiled(*args)
+
+    return run

@@ -16,6 +16,7 @@ import optax
 from jaxlightning.compile.freezing import is_frozen, norm_layers
 from jaxlightning.compile.guarded_update import initial_guards
 from jaxlightning.compile.paths import flatten, merge, plain, select
+from jaxlightning.compile.persistent_cache import healing
 from jaxlightning.compile.precision import ScalerState
 from jaxlightning.compile.state import TrainState
 
@@ -266,7 +267,8 @@ class EngineState:
             own = self.binding.owned_by(handle)
             mine = state.params if own is None else select(state.params, own)
             self._refuse_integers(mine)
-            fresh = jax.jit(handle.init)(mine)
+            with healing():
+                fresh = jax.jit(handle.init)(mine)
             if index < len(state.opt_state):
                 old = _by_path(state.opt_state[index])
                 grown = [old.get(path, leaf) for path, leaf in _by_path(fresh).items()]

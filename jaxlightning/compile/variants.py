@@ -29,6 +29,7 @@ from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.manual_hooks import SegmentedStep
 from jaxlightning.compile.manual_tape import resolve
 from jaxlightning.compile.packing import SlotTable
+from jaxlightning.compile.persistent_cache import healing
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.shape_report import ShapeReport
 from jaxlightning.compile.state import TrainState
