@@ -20,6 +20,7 @@ from jaxlightning.compile.attributes import TracedAttributes, same_carried
 from jaxlightning.compile.freezing import Frozen, frozen_of, keep_frozen, keep_statistics, without_frozen
 from jaxlightning.compile.guarded_update import device_logs, guarded_update
 from jaxlightning.compile.host_attributes import HostAttributes
+from jaxlightning.compile.host_random import generator_states
 from jaxlightning.compile.manual import manual_train_step
 from jaxlightning.compile.manual_eager import eager_train_step
 from jaxlightning.compile.manual_events import ManualOptions
@@ -170,9 +171,10 @@ def gradients(
 
     # Run eagerly, the step's own writes are there before it is run again for gradients.
     start = [] if strict else [Snapshot(owner, prefix) for prefix, owner in binding.owners.items()]
+    generators = None if strict else generator_states()
 
     def loss_fn(train_params: Any, silent: bool = False, record: bool = True) -> tuple[Any, Any]:
-        with as_it_was(start if silent else []):
+        with as_it_was(start if silent else [], generators if silent else None):
             result, trace = run(train_params, silent, record)
         loss, extras = _normalise_loss(result, where)
         if not silent:
@@ -192,6 +194,7 @@ def gradients(
     def value_fn(train_params: Any) -> Any:
         return loss_fn(train_params, silent=True, record=False)[1][0]
 
+    info.skipped = False
     try:
         if not binding.jit:
             # Once concretely, for effects and for a person at a breakpoint; once silently, for gradients.

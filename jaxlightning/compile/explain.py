@@ -7,53 +7,63 @@ from typing import Any
 
 import jax
 
+from jaxlightning.compile.user_code import line_of
+
 __all__ = ["explain", "explained"]
 
 _DECISION = (
-    "The step is compiled: inside it arrays (and batch_idx, self.global_step, self.current_epoch) have no value "
-    "yet, so "
-    "Python cannot decide or convert by them. Use jnp.where / jax.lax.cond for decisions, keep numbers as arrays "
-    "(no float(x), .item(), np.asarray(x)), move host work to a hook such as `on_train_batch_end`, or debug with "
-    "`Trainer(jit=False)`."
+    "The step is compiled: an array has no value yet, so Python cannot decide by it. Use jnp.where(condition, a, b) or "
+    "jax.lax.cond. To stop training by a value, log or return it and set `self.trainer.should_stop = True` in "
+    "`on_train_batch_end`. Decisions by batch_idx, self.global_step, self.current_epoch and numbers on self are "
+    "possible. To look at values, run with `Trainer(jit=False)`."
+)
+_NUMBER = (
+    "The step is compiled: an array has no value yet, so it cannot become a number of Python's or a NumPy array (no "
+    ".item(), float(x), int(x), np.asarray(x)). Keep it as an array: `self.log` takes arrays, jax.numpy computes with "
+    "them. Move host work to a hook such as `on_train_batch_end`, or debug with `Trainer(jit=False)`."
 )
 _DYNAMIC = (
     "A compiled step needs shapes that do not depend on values: replace `x[mask]` by `jnp.where(mask, x, 0)` or a "
     "weighted mean, and `jnp.nonzero(x)` by its `size=` form."
 )
-_IN_PLACE = "JAX arrays do not change in place: write `x = x.at[i].set(v)` instead of `x[i] = v`."
+_IN_PLACE = "JAX arrays do not change in place: `x = x.at[i].set(v)` for `x[i] = v`, `x.at[i].add(v)` for `x[i] += v`."
 _TORCH = (
     "A torch tensor or a torch function is used inside the step. The step works on JAX arrays (the batch arrives as "
     "such): use jax.numpy / jax.nn / optax there, and keep torch in the data loader."
 )
 _CHECK = 'A `checkify.check` in a compiled step needs `Trainer(checkify="user")`, or `checkify=True` for all checks.'
+_TORCH_METHODS = {
+    "detach": "`jax.lax.stop_gradient(x)`",
+    "backward": "nothing (the trainer differentiates the returned loss), or `self.manual_backward(loss)`",
+    "cpu": "nothing: arrays are fetched when a hook reads them",
+    "cuda": "nothing: the Trainer places arrays",
+    "to": "nothing for a device, `x.astype(dtype)` for a dtype",
+    "numpy": "nothing in a step; `np.asarray(x)` in a hook",
+    "view": "`x.reshape(...)`",
+    "unsqueeze": "`x[:, None]` or `jnp.expand_dims(x, axis)`",
+    "permute": "`x.transpose(...)`",
+    "float": "`x.astype(jnp.float32)`",
+    "long": "`x.astype(jnp.int32)`",
+    "requires_grad_": "`jax.grad` of a function of x",
+    "add_": "`x = x + y`",
+    "mul_": "`x = x * y`",
+    "copy_": "`self.x = y`",
+    "zero_": "`x = jnp.zeros_like(x)`",
+}
 
 
 def explain(error: BaseException, where: str) -> None:
-    """Adds a note with the way out to a well-known kind of error.
+    """Adds a note with the user's line and the way out to a well-known kind of error.
 
     Args:
         error: The exception, about to travel on.
         where: The user's step, for example `"Net.training_step"`.
     """
-    text = str(error)
-    note = None
-    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
-        note = _DYNAMIC
-    elif isinstance(
-        error,
-        jax.errors.ConcretizationTypeError
-        | jax.errors.TracerArrayConversionError
-        | jax.errors.TracerIntegerConversionError,
-    ):
-        note = _DECISION
-    elif isinstance(error, TypeError) and ("item assignment" in text or "immutable" in text):
-        note = _IN_PLACE
-    elif "checkify.check" in text and "not functionalized" in text:
-        note = _CHECK
-    elif isinstance(error, TypeError | AttributeError | RuntimeError | ValueError) and _mentions_torch(text):
-        note = _TORCH
-    if note is not None and note not in getattr(error, "__notes__", []):
-        error.add_note(f"In `{where}`: {note}")
+    note = _advice(error)
+    if note is None or any(note in given for given in getattr(error, "__notes__", [])):
+        return
+    line = line_of(error)
+    error.add_note(f"In `{where}`{f' at {line}' if line else ''}: {note}")
 
 
 def explained(call: Callable[..., Any], where: str) -> Callable[..., Any]:
@@ -72,6 +82,30 @@ def explained(call: Callable[..., Any], where: str) -> Callable[..., Any]:
             raise
 
     return run
+
+
+def _advice(error: BaseException) -> str | None:
+    text = str(error)
+    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+        return _DYNAMIC
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        return _DECISION
+    if isinstance(
+        error,
+        jax.errors.ConcretizationTypeError
+        | jax.errors.TracerArrayConversionError
+        | jax.errors.TracerIntegerConversionError,
+    ):
+        return _DYNAMIC if "nonzero" in text or "size argument" in text else _NUMBER
+    if isinstance(error, TypeError) and ("item assignment" in text or "immutable" in text):
+        return _IN_PLACE
+    if "checkify.check" in text and "not functionalized" in text:
+        return _CHECK
+    if isinstance(error, AttributeError) and error.name in _TORCH_METHODS and isinstance(error.obj, jax.Array):
+        return f"`.{error.name}` is a word of torch. In JAX: {_TORCH_METHODS[error.name]}."
+    if isinstance(error, TypeError | AttributeError | RuntimeError | ValueError) and _mentions_torch(text):
+        return _TORCH
+    return None
 
 
 def _mentions_torch(text: str) -> bool:

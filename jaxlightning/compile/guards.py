@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from jaxlightning.compile.host_values import Expression, HostEnvironment
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
-__all__ = ["MAX_VARIANTS", "WARN_VARIANTS", "Guard", "VariantGroup"]
+__all__ = ["MAX_VARIANTS", "WARN_VARIANTS", "DecisionHistory", "Guard", "VariantGroup"]
 
 WARN_VARIANTS = 8
 """So many variants of one step are worth a warning: each one cost a compilation."""
@@ -61,19 +61,71 @@ class _Node(Generic[Variant]):
         self.branches: dict[Any, _Node[Variant] | Variant] = {}
 
 
-class VariantGroup(Generic[Variant]):
-    """All variants of one step for one kind of batch.
+class DecisionHistory:
+    """Which decisions were compiled for, over all kinds of batches of one step; judges when there are too many.
 
     Args:
-        owner: The user's step, for messages, for example `"Net.training_step"`.
+        owner: The user's step, for messages, for example `"Net's train step"`.
     """
 
     def __init__(self, owner: str = "the step") -> None:
         self.owner = owner
+        self._taken: dict[tuple[tuple[str, Any], ...], tuple[Sequence[Guard], int]] = {}
+        self._warned = False
+
+    def note(self, guards: Sequence[Guard], moment: int) -> None:
+        """Takes note of a compilation.
+
+        Args:
+            guards: The decisions of the variant.
+            moment: How many batches the run has seen, to judge how long the variants serve.
+
+        Raises:
+            RuntimeError: If there are more than `MAX_VARIANTS`, each used for a few batches only.
+        """
+        self._taken[tuple((guard.expression.text, guard.outcome) for guard in guards)] = (guards, moment)
+        count = len(self._taken)
+        if count > WARN_VARIANTS and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"`{self.owner}` was compiled {count} times because of Python decisions by numbers that change from "
+                f"step to step:\n{self.report()}\n{_WAYS_OUT}"
+            )
+        if count > MAX_VARIANTS:
+            oldest = next(iter(self._taken))
+            if moment - self._taken[oldest][1] < _SHORT * MAX_VARIANTS:
+                raise RuntimeError(
+                    f"`{self.owner}` was compiled {count} times because of Python decisions by numbers that change "
+                    f"from step to step, and each result served for a few batches only:\n{self.report()}\n{_WAYS_OUT}"
+                )
+            del self._taken[oldest]
+
+    def report(self) -> str:
+        """The decisions with the most outcomes, one a line."""
+        outcomes: dict[str, tuple[Guard, dict[Any, None]]] = {}
+        for guards, _ in self._taken.values():
+            for guard in guards:
+                outcomes.setdefault(guard.expression.text, (guard, {}))[1][guard.outcome] = None
+        ranked = sorted(outcomes.values(), key=lambda entry: -len(entry[1]))
+        lines = []
+        for guard, values in ranked[:5]:
+            shown = ", ".join(repr(value) for value in list(values)[:4]) + (", ..." if len(values) > 4 else "")
+            place = f" at {guard.where}" if guard.where else ""
+            lines.append(f"  {guard.expression.text}{place}: {len(values)} outcomes ({shown})")
+        return "\n".join(lines)
+
+
+class VariantGroup(Generic[Variant]):
+    """All variants of one step for one kind of batch.
+
+    Args:
+        history: Judges the number of compilations; one of its own when None.
+    """
+
+    def __init__(self, history: DecisionHistory | None = None) -> None:
+        self.history = DecisionHistory() if history is None else history
         self._members: list[tuple[tuple[Guard, ...], Variant]] = []
         self._root: _Node[Variant] | Variant | None = None
-        self._compiled: list[int] = []
-        self._warned = False
 
     def find(self, env: HostEnvironment | None) -> Variant | None:
         """The variant for these numbers, None when it is not compiled yet."""
@@ -90,19 +142,22 @@ class VariantGroup(Generic[Variant]):
         return found
 
     def add(self, guards: Sequence[Guard], variant: Variant, moment: int = 0) -> None:
-        """Takes in a compiled variant.
+        """Takes in a compiled variant; beyond `MAX_VARIANTS` the oldest goes.
 
         Args:
             guards: Its decisions, in order.
             variant: The variant.
-            moment: How many batches the run has seen, to judge how long the variants serve.
+            moment: As in `DecisionHistory.note`.
 
         Raises:
-            RuntimeError: If there are more than `MAX_VARIANTS`, each used for a few batches only.
+            RuntimeError: As `DecisionHistory.note` does.
         """
+        if guards:
+            self.history.note(guards, moment)
         self._members.append((tuple(guards), variant))
-        self._compiled.append(moment)
-        self._judge(moment)
+        if len(self._members) > MAX_VARIANTS:
+            self._rebuild(self._members[1:])
+            return
         self._insert(tuple(guards), variant)
         self._drop_unreachable()
 
@@ -142,38 +197,6 @@ class VariantGroup(Generic[Variant]):
     def _drop_unreachable(self) -> None:
         reachable = {id(variant) for variant in _leaves(self._root)}
         self._members = [(guards, variant) for guards, variant in self._members if id(variant) in reachable]
-
-    def _judge(self, moment: int) -> None:
-        """Warns of many variants; beyond the limit raises, or drops the oldest where each of them serves for long."""
-        count = len(self._members)
-        if count > WARN_VARIANTS and not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"`{self.owner}` was compiled {count} times because of Python decisions by numbers that change from "
-                f"step to step:\n{self.report()}\n{_WAYS_OUT}"
-            )
-        if count <= MAX_VARIANTS:
-            return
-        if moment - self._compiled[-MAX_VARIANTS - 1] < _SHORT * MAX_VARIANTS:
-            raise RuntimeError(
-                f"`{self.owner}` was compiled {count} times because of Python decisions by numbers that change from "
-                f"step to step, and each result served for a few batches only:\n{self.report()}\n{_WAYS_OUT}"
-            )
-        self._rebuild(self._members[1:])
-
-    def report(self) -> str:
-        """The decisions with the most outcomes, one a line."""
-        outcomes: dict[str, tuple[Guard, dict[Any, None]]] = {}
-        for guards, _ in self._members:
-            for guard in guards:
-                outcomes.setdefault(guard.expression.text, (guard, {}))[1][guard.outcome] = None
-        ranked = sorted(outcomes.values(), key=lambda entry: -len(entry[1]))
-        lines = []
-        for guard, values in ranked[:5]:
-            shown = ", ".join(repr(value) for value in list(values)[:4]) + (", ..." if len(values) > 4 else "")
-            place = f" at {guard.where}" if guard.where else ""
-            lines.append(f"  {guard.expression.text}{place}: {len(values)} outcomes ({shown})")
-        return "\n".join(lines)
 
 
 def _leaves(node: Any) -> list[Any]:

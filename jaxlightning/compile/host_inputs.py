@@ -32,6 +32,7 @@ class HostFacts:
             seen to change (`"changed"`), by name: `"self.count"`.
         fresh: What was learnt since the engine looked last: module and attribute. A variant that took such an attribute
             for a constant is out of date.
+        hints: Which advice was given already.
         names: Objects beside the module that steps read, by identity, with a number for messages.
     """
 
@@ -40,6 +41,7 @@ class HostFacts:
         self.numbers: dict[str, str] = {}
         self.fresh: list[tuple[Any, str]] = []
         self.names: dict[int, tuple[int, Any]] = {}
+        self.hints: set[str] = set()
 
     def learn(self, key: str, why: str, owner: Any, name: str) -> None:
         """Takes note of a number of the host.
@@ -62,12 +64,14 @@ class Room:
         floats: Room for computed floats.
         valued: Texts of expressions that have to be plain numbers (the size of an array), so that each of their values
             is compiled by itself.
+        attempts: How often the step was traced since a trace was compiled last.
     """
 
     def __init__(self) -> None:
         self.integers = 0
         self.floats = 0
         self.valued: set[str] = set()
+        self.attempts = 0
 
     def grow(self, floating: bool) -> None:
         """Makes room for more numbers of one kind."""
@@ -119,13 +123,14 @@ class HostInputs:
         self.writes: dict[str, tuple[Callable[[Any], None], Expression]] = {}
         self.refused: list[str] = []
         self.evaluated = False
+        self.room.attempts += 1
         self._sizes = self.room.sizes
         self._pinned: set[str] = set()
         self._slots: tuple[dict[str, Slot], dict[str, Slot]] = ({}, {})
         self._traced: dict[str, Any] = {}
         self._abstract: dict[type, Any] = {}
         self._zero: Any = None
-        self._vectors: tuple[list[Any], list[Any]] = ([], [])
+        self._vectors: tuple[list[dict[type, Any]], list[dict[type, Any]]] = ([], [])
 
     # --- while the step is traced -----------------------------------------------------------------------------------
 
@@ -146,14 +151,15 @@ class HostInputs:
         }
         self._zero = base[0]
         self._vectors = (
-            [integers[i] for i in range(self._sizes[0])],
-            [floats[i] for i in range(self._sizes[1])],
+            [_forms(integers[i]) for i in range(self._sizes[0])],
+            [_forms(floats[i]) for i in range(self._sizes[1])],
         )
 
     def release(self) -> None:
         """Lets go of everything that belongs to the trace."""
         self._traced, self._vectors, self._zero = {}, ([], []), None
         self.env = HostEnvironment(self.facts.sources)
+        self.room.attempts = 0
 
     def scalars(self, micro_step: Any, dataloader_idx: int | None = None) -> Scalars:
         """The numbers of the framework as the user's step sees them."""
@@ -245,7 +251,11 @@ class HostInputs:
         slots[expression.text] = slot
         if not expression.fixed:  # `self.beta = 1` becomes 0.5, 2 ** -batch_idx is no integer: another variant
             self.decide(expression, f"type({expression.text})", type)
-        value = self._traced[expression.text] = _typed(vector[slot.index], known)
+        forms = vector[slot.index]
+        value = forms.get(type(known))
+        if value is None:  # a rare dtype: made where it is used, and not kept, since that may be a transform
+            return forms[object].astype(jax.dtypes.canonicalize_dtype(known.dtype))
+        self._traced[expression.text] = value
         return value
 
     def settle(self, error: BaseException) -> RetraceError | None:
@@ -268,7 +278,7 @@ class HostInputs:
         """What JAX knows of a number as an array of the trace."""
         kind = type(known)
         if kind not in self._abstract:
-            self._abstract[kind] = _typed(self._zero, known).aval
+            self._abstract[kind] = self._zero.astype(jax.dtypes.canonicalize_dtype(known.dtype)).aval
         return self._abstract[kind]
 
     # --- with the compiled step -------------------------------------------------------------------------------------
@@ -331,10 +341,17 @@ def _vector(slots: dict[str, Slot], size: int, dtype: np.dtype[Any], env: HostEn
         ) from None
 
 
-def _typed(value: Any, known: Any) -> Any:
-    """A scalar of the input vector as the kind of number that the host has: weakly typed for Python's own."""
-    if isinstance(known, bool | np.bool_):
-        return value != 0
-    if isinstance(known, np.generic):
-        return value.astype(jax.dtypes.canonicalize_dtype(known.dtype))
-    return weak(value)
+def _forms(value: Any) -> dict[type, Any]:
+    """A scalar of an input vector as each kind of number that the host may have there: Python's own are weakly typed.
+
+    All are made at once, before the user's code runs: what is made later might belong to a transform of the user's.
+    """
+    if jax.numpy.issubdtype(value.dtype, jax.numpy.integer):
+        truth = value != 0
+        return {object: value, int: weak(value), bool: truth, np.bool_: truth}
+    return {
+        object: value,
+        float: weak(value),
+        np.float32: value.astype(np.float32),
+        np.float64: value.astype(jax.dtypes.canonicalize_dtype(np.float64)),
+    }

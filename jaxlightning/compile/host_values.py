@@ -82,7 +82,8 @@ def apply(text: str, function: Callable[..., Any], *operands: Any) -> Expression
         The expression.
     """
     # 2 ** 3 is an integer and 2 ** -3 is not; of everything else the operands' types decide.
-    fixed = function is not operator.pow and all(o.fixed for o in operands if isinstance(o, Expression))
+    varies = function is operator.pow and not (type(operands[1]) in (int, float) and operands[1] >= 0)
+    fixed = not varies and all(o.fixed for o in operands if isinstance(o, Expression))
     # The common shapes without a loop: an evaluation costs a few hundred nanoseconds and happens before every step.
     if len(operands) == 1 and isinstance(operands[0], Expression):
         (only,) = operands

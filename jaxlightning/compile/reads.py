@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlightning.compile.watched import MISSING, current_value, in_place, same, snapshot, used_by
+from jaxlightning.compile.watched import MISSING, current_value, in_place, is_generator, same, snapshot, used_by
 
 __all__ = ["Read", "ReadRecorder"]
 
@@ -88,13 +88,21 @@ class ReadRecorder:
         Raises:
             RuntimeError: Naming what was changed.
         """
-        lost = []
+        lost, drawn = [], []
         for read in self.changed():
             now = read.now
             if same(read.kept, now, grown=True):
                 read.kept = snapshot(now)  # something was cached on it
             else:
-                lost.append(f"self.{read.name}" if read.key is None else read.key)
+                (drawn if is_generator(read.kept) else lost).append(
+                    f"self.{read.name}" if read.key is None else read.key
+                )
+        if drawn:
+            raise RuntimeError(
+                f"`{where}` drew random numbers from {', '.join(f'`{name}`' for name in drawn)}. The step is compiled: "
+                "the same numbers would be used at every step. Draw with `jax.random.*(self.next_rng(), ...)`, which "
+                "gives a new key at every call and step."
+            )
         if lost:
             raise RuntimeError(
                 f"`{where}` changed {', '.join(f'`{name}`' for name in lost)} in place. The step is compiled: such a "

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxlightning.compile.batch_mask import PaddedBatch, refuse_unmasked
 from jaxlightning.compile.effects import OwnerTracer, tracing_class
 from jaxlightning.compile.explain import explain
 from jaxlightning.compile.host_inputs import HostInputs
+from jaxlightning.compile.host_python import python_in_a_trace
+from jaxlightning.compile.host_random import generator_states, refuse_draws, set_generator_states
 from jaxlightning.compile.host_trainer import TrainerView
 from jaxlightning.compile.log_plan import LogPlan
 from jaxlightning.compile.manual_schedulers import recording_schedulers
 from jaxlightning.compile.outputs import OutputTree, is_array
 from jaxlightning.compile.reads import ReadRecorder
 from jaxlightning.compile.replay import HostEffects
-from jaxlightning.compile.trace import Scalars, Trace, activate, trace_level
+from jaxlightning.compile.trace import RetraceError, Scalars, Trace, activate, trace_level
 from jaxlightning.compile.writes import Snapshot, settle_writes
 from jaxlightning.optim._observed import listening
 
@@ -125,7 +124,7 @@ def run_user_step(
     trace.step_batch = batch
     owners = binding.owners
     snapshots = [Snapshot(owner, prefix) for prefix, owner in owners.items()] if strict or trace.silent else []
-    generators = _generator_states() if strict else None
+    generators = generator_states() if strict or trace.silent else None
     trace.host = None if info is None or trace.silent else info.host
     cls = type(module)
     classes = [(owner, type(owner)) for owner in owners.values()]
@@ -140,8 +139,12 @@ def run_user_step(
     hearing = nullcontext() if numbers is None else listening(numbers.hear)
     standing = nullcontext() if trace.attributes is None else trace.attributes.standing(owners, take=not trace.silent)
     schedulers = recording_schedulers(binding, trace)
+    python: AbstractContextManager[None] = nullcontext()
+    if binding.jit:
+        mute = trace.silent or (info is not None and info.host is not None and info.host.room.attempts > 1)
+        python = python_in_a_trace(trace, binding.engine.effect_facts.host.hints, mute=mute)
     try:
-        with activate(trace), binding.bound(trace), schedulers, hearing, standing:
+        with activate(trace), binding.bound(trace), schedulers, hearing, standing, python:
             if info is not None:
                 for (owner, kind), tracer in zip(classes, tracers, strict=True):
                     owner.__dict__["_tracer"] = tracer
@@ -158,9 +161,13 @@ def run_user_step(
                 else:
                     args, kwargs = arguments(function, batch, trace.scalars)
                 result = function(*args, **kwargs)
+                if strict and generators is not None:
+                    refuse_draws(generators, f"{cls.__name__}.{fx}", lambda: function(*args, **kwargs))
             except BaseException as error:
                 retrace = None if trace.numbers is None else trace.numbers.inputs.settle(error)
                 explain(error, f"{cls.__name__}.{fx}")
+                if generators is not None and (retrace is not None or isinstance(error, RetraceError)):
+                    set_generator_states(generators)
                 if retrace is not None:
                     raise retrace from None
                 raise
@@ -169,6 +176,8 @@ def run_user_step(
                     for owner, kind in classes:
                         object.__setattr__(owner, "__class__", kind)
                         owner.__dict__.pop("_tracer", None)
+                if trace.silent and generators is not None:
+                    set_generator_states(generators)
                 for instance, before in names:
                     instance["_current_fx_name"] = before
         if strict and not trace.silent:
@@ -186,30 +195,6 @@ def run_user_step(
         skipped = trace.kind == "train" and result is None and module.automatic_optimization
         if not skipped:
             refuse_unmasked(trace, f"{cls.__name__}.{fx}")
-    if generators is not None:
-        _refuse_host_draws(generators, f"{cls.__name__}.{fx}")
     if strict and info is not None and not trace.silent:
         info.reads.refuse_changes(f"{cls.__name__}.{fx}")
     return result
-
-
-def _generator_states() -> tuple[Any, Any, Any]:
-    torch = sys.modules.get("torch")
-    return random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
-
-
-def _refuse_host_draws(before: tuple[Any, Any, Any], where: str) -> None:
-    after = _generator_states()
-    drew = []
-    if before[0] != after[0]:
-        drew.append("random")
-    if any(not np.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True)):
-        drew.append("numpy.random")
-    if before[2] is not None and after[2] is not None and not bool((before[2] == after[2]).all()):
-        drew.append("torch")
-    if drew:
-        raise RuntimeError(
-            f"`{where}` drew random numbers from {', '.join(drew)}. The step is compiled: the same numbers would be "
-            "used at "
-            "every step. Draw with `jax.random.*(self.next_rng(), ...)`, which gives a new key at every call and step."
-        )

@@ -22,7 +22,7 @@ from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.effects import is_simple
 from jaxlightning.compile.explain import explained
 from jaxlightning.compile.guarded_update import guarded_update
-from jaxlightning.compile.guards import VariantGroup
+from jaxlightning.compile.guards import DecisionHistory, VariantGroup
 from jaxlightning.compile.host_inputs import HostInputs, Room
 from jaxlightning.compile.host_proxy import weak
 from jaxlightning.compile.host_values import HostEnvironment
@@ -185,6 +185,7 @@ class Variants:
         self.latest: dict[str, CompiledStep] = {}
         self.shape_report = ShapeReport(owner)
         self.moment = 0
+        self._histories: dict[Any, DecisionHistory] = {}
         self.changes: dict[str, int] = {}
         self.hidden_reads = False
         self._cache: dict[Any, VariantGroup[CompiledStep]] = {}
@@ -472,10 +473,17 @@ class Variants:
             info.host = HostInputs(engine.effect_facts.host, env, self._rooms.setdefault(key, Room()))
         return info
 
+    def _history(self, kind: str, key: Any) -> DecisionHistory:
+        """Judges the variants of a step over all shapes of its batches."""
+        found = self._histories.get(key[:2])
+        if found is None:
+            found = self._histories[key[:2]] = DecisionHistory(f"{self.owner}'s {kind} step")
+        return found
+
     def _keep(self, key: Any, variant: CompiledStep, engine: Engine) -> None:
         group = self._cache.get(key)
         if group is None:
-            group = self._cache[key] = VariantGroup(f"{self.owner}'s {variant.kind} step")
+            group = self._cache[key] = VariantGroup(self._history(variant.kind, key))
         host = variant.info.host
         self.hidden_reads = self.hidden_reads or variant.info.reads.hidden
         variant.group = group

@@ -14,6 +14,7 @@ import dis
 import functools
 import inspect
 import operator
+import random
 import sys
 import types
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ import numpy as np
 
 from jaxlightning.compile.networks import is_network
 
-__all__ = ["MISSING", "current_value", "in_place", "same", "snapshot", "used_by"]
+__all__ = ["MISSING", "current_value", "in_place", "is_generator", "same", "snapshot", "used_by"]
 
 MISSING = object()
 """Stands for what is not there."""
@@ -90,6 +91,18 @@ class _Array:
     copy: Any
 
 
+@dataclasses.dataclass
+class _Generator:
+    itself: Any
+    state: str
+
+
+def _generator_state(value: Any) -> str:
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    return repr(value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state(legacy=False))
+
+
 def snapshot(value: Any) -> Any:
     """What is kept of a value to notice later that it is another one, or was changed in place."""
     return _Snapshots().take(value, 0)
@@ -104,6 +117,8 @@ class _Snapshots:
         self.nodes += 1
         if isinstance(value, _SIMPLE) or depth > _MAX_DEPTH or self.nodes > _MAX_NODES:
             return value
+        if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+            return _Generator(value, _generator_state(value))
         if isinstance(value, np.ndarray):
             return _Array(value, value.copy() if value.nbytes <= _MAX_ARRAY else _sample(value))
         parts = _parts(value)
@@ -176,6 +191,8 @@ def _same(old: Any, new: Any, under_way: set[int], grown: bool) -> bool:
         if new.nbytes > _MAX_ARRAY:
             return new is old.itself and _equal(old.copy, _sample(new))
         return old.copy.shape == new.shape and _equal(old.copy, new)
+    if isinstance(old, _Generator):
+        return new is old.itself and _generator_state(new) == old.state
     if isinstance(old, _Parts):
         if type(new) is not old.kind:
             return False
@@ -209,6 +226,11 @@ def _same(old: Any, new: Any, under_way: set[int], grown: bool) -> bool:
 
 def _equal(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
+
+
+def is_generator(old: Any) -> bool:
+    """Whether a snapshot is one of a generator of random numbers."""
+    return isinstance(old, _Generator)
 
 
 def in_place(old: Any) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxlightning.compile.containers import is_container
 from jaxlightning.compile.effects import INTERNAL, OwnerTracer
+from jaxlightning.compile.host_random import States, generator_states, set_generator_states
 from jaxlightning.compile.networks import is_network
 from jaxlightning.compile.outputs import is_array
 from jaxlightning.compile.recording import can_stand_in
@@ -94,12 +95,16 @@ class Snapshot:
 
 
 @contextmanager
-def as_it_was(moments: Sequence[Snapshot]) -> Iterator[None]:
+def as_it_was(moments: Sequence[Snapshot], generators: States | None = None) -> Iterator[None]:
     """Gives modules the attributes that they had at an earlier moment, for the length of a `with` block.
 
     Args:
         moments: One for each module, made at that moment.
+        generators: States of the host's generators at that moment; None leaves them alone.
     """
+    drawn = None if generators is None else generator_states()
+    if generators is not None:
+        set_generator_states(generators)
     now = [Snapshot(moment.module, moment.prefix) for moment in moments]
     for moment in moments:
         moment.restore()
@@ -108,6 +113,8 @@ def as_it_was(moments: Sequence[Snapshot]) -> Iterator[None]:
     finally:
         for moment in now:
             moment.restore()
+        if drawn is not None:
+            set_generator_states(drawn)
 
 
 def settle_writes(snapshot: Snapshot, tracer: OwnerTracer, trace: Trace, where: str) -> None:
