@@ -414,7 +414,8 @@ class Engine(EngineLogs):
         elif self._floats_changed:
             self._settle_floats()
         ints = np.array((self._seed32, micro_step, batch_idx, current_epoch, global_step), np.int32)
-        variant, env, host = self._hot.get(flags), None, ()
+        variant, env = self._hot.get(flags), None
+        host: tuple[Any, ...] = ()
         if variant is not None and variant.info.host is not None:
             env = self.environment(batch_idx, current_epoch, global_step)
             variant, host = self._choose(variant, env)
@@ -565,7 +566,8 @@ class Engine(EngineLogs):
         flags = (stage, dataloader_idx, want_outputs)
         state = self.evaluation_leaves()
         acc = self._eval_acc.get(stage)
-        variant, env, host = self._hot_eval.get(flags), None, ()
+        variant, env = self._hot_eval.get(flags), None
+        host: tuple[Any, ...] = ()
         if variant is not None and variant.info.host is not None:
             env = self.environment(batch_idx, current_epoch, global_step)
             variant, host = self._choose(variant, env)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxlightning.compile.guards import Guard
 from jaxlightning.compile.host_proxy import AVAILABLE, HostNumber, plain_value, weak
 from jaxlightning.compile.host_values import BASE, Expression, HostEnvironment, apply, leaf
+from jaxlightning.compile.packing import float_dtype
 from jaxlightning.compile.trace import RetraceError, Scalars
 from jaxlightning.compile.user_code import user_line
 
@@ -125,6 +126,12 @@ class HostInputs:
         self.evaluated = False
         self.room.attempts += 1
         self._sizes = self.room.sizes
+        # As wide as JAX's numbers are now; the compiled step keeps them so.
+        floating = np.dtype(float_dtype())
+        self._dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (
+            np.dtype(np.int64 if floating == np.float64 else np.int32),
+            floating,
+        )
         self._pinned: set[str] = set()
         self._slots: tuple[dict[str, Slot], dict[str, Slot]] = ({}, {})
         self._traced: dict[str, Any] = {}
@@ -297,21 +304,16 @@ class HostInputs:
         """
         if not any(self._sizes):
             return ()
-        wide = jax.config.jax_enable_x64
         return (
-            _vector(self._slots[0], self._sizes[0], np.dtype(np.int64 if wide else np.int32), env),
-            _vector(self._slots[1], self._sizes[1], np.dtype(np.float64 if wide else np.float32), env),
+            _vector(self._slots[0], self._sizes[0], self._dtypes[0], env),
+            _vector(self._slots[1], self._sizes[1], self._dtypes[1], env),
         )
 
     def example(self) -> tuple[np.ndarray[Any, Any], ...]:
         """Vectors of the shapes that `inputs` gives."""
         if not any(self._sizes):
             return ()
-        wide = jax.config.jax_enable_x64
-        return (
-            np.zeros(self._sizes[0], np.int64 if wide else np.int32),
-            np.zeros(self._sizes[1], np.float64 if wide else np.float32),
-        )
+        return np.zeros(self._sizes[0], self._dtypes[0]), np.zeros(self._sizes[1], self._dtypes[1])
 
     def finish(self, env: HostEnvironment) -> None:
         """Does the writes of a step: all values first, as they were at its start."""
@@ -321,7 +323,7 @@ class HostInputs:
 
 
 def _vector(slots: dict[str, Slot], size: int, dtype: np.dtype[Any], env: HostEnvironment) -> np.ndarray[Any, Any]:
-    values = []
+    values: list[Any] = []
     for slot in slots.values():
         value = slot.expression.evaluate(env)
         if type(value) is not slot.kind:
@@ -334,7 +336,10 @@ def _vector(slots: dict[str, Slot], size: int, dtype: np.dtype[Any], env: HostEn
     try:
         return np.array(values, dtype)
     except OverflowError:
-        large = next(slot for slot, value in zip(slots.values(), values, strict=False) if abs(value) > 2**31 - 1)
+        limits = np.iinfo(dtype)
+        large = next(
+            s for s, value in zip(slots.values(), values, strict=False) if not limits.min <= value <= limits.max
+        )
         raise OverflowError(
             f"`{large.expression.text}` is too large for a {dtype.name} of the compiled step. Scale it down, make it a "
             "float, or enable 64-bit numbers (`jax_enable_x64`)."

@@ -198,7 +198,7 @@ class HostNumber(_Tracer if AVAILABLE else object):  # type: ignore[misc]
             return str(self._inputs.decide(self._expression, question, lambda value: format(value, spec)))
         return str(self._decide("str({})", str, pins=True))
 
-    def __hash__(self) -> int:  # type: ignore[override]
+    def __hash__(self) -> int:
         if self._refused():
             raise TypeError(f"unhashable type: {type(self).__name__}")
         return hash(self._decide("value({})", _itself, pins=True))

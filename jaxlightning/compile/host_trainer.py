@@ -53,7 +53,7 @@ class TrainerView:
     def __init__(self, trainer: Any, module: Any, numbers: HostAttributes, recorder: ReadRecorder) -> None:
         object.__setattr__(self, "_view", (trainer, module, numbers, recorder))
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # so that `isinstance(self.trainer, Trainer)` says yes
         return type(self._view[0])
 
@@ -128,9 +128,7 @@ class MetricsView(Mapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         read = self._read
-        return bool(
-            self._numbers.flag(f"({name!r} in {self._key})", name in _now(read), lambda: name in read())  # type: ignore[operator]
-        )
+        return bool(self._numbers.flag(f"({name!r} in {self._key})", name in _now(read), lambda: name in read()))
 
     def __getitem__(self, name: str) -> Any:
         if name not in self:
@@ -175,7 +173,7 @@ class ObjectView:
     def __init__(self, key: str, target: Any, numbers: HostAttributes, recorder: ReadRecorder) -> None:
         object.__setattr__(self, "_view", (key, target, numbers, recorder))
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._view[1])
 

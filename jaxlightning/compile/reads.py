@@ -88,7 +88,8 @@ class ReadRecorder:
         Raises:
             RuntimeError: Naming what was changed.
         """
-        lost, drawn = [], []
+        lost: list[str] = []
+        drawn: list[str] = []
         for read in self.changed():
             now = read.now
             if same(read.kept, now, grown=True):

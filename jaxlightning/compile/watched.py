@@ -199,9 +199,10 @@ def _same(old: Any, new: Any, under_way: set[int], grown: bool) -> bool:
         if id(old) in under_way:
             return True
         under_way.add(id(old))
-        long = old.flat and isinstance(new, list | tuple) and len(new) == len(old.values)
-        if long and all(map(operator.is_, old.values, new)):  # a list of many words costs microseconds
-            return True
+        if old.flat and isinstance(new, list | tuple) and len(new) == len(old.values):
+            same_parts = all(map(operator.is_, old.values, new))  # a list of many words costs microseconds
+            if same_parts:
+                return True
         parts = _parts(new)
         if parts is None:
             return False
