@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxlightning.checkpoint import _layout, _remote
 from jaxlightning.checkpoint._errors import CheckpointError
+from jaxlightning.checkpoint._migrate import migrate
 from jaxlightning.checkpoint._numpy_handler import registry
 from jaxlightning.checkpoint._relative import RelativePaths
 from jaxlightning.utilities.serialization import OnUnwritable, decode, dtype_or_none, encode
@@ -232,6 +233,7 @@ class StoredCheckpoint:
                 f"{self.path} has the format version {version!r}; this version of jaxlightning reads versions 1 to "
                 f"{FORMAT_VERSION}. Install the version that wrote it: {self.metadata.get('jaxlightning_version')!r}."
             )
+        self.metadata = migrate(self.metadata, to=FORMAT_VERSION)
         items, body = self.metadata.get("items"), self.metadata.get("checkpoint")
         if not isinstance(items, dict) or not isinstance(body, dict):
             raise CheckpointError(f"The metadata of {self.path} lacks 'items' or 'checkpoint'.")
