@@ -434,6 +434,9 @@ class JaxLightningModule(ModuleArrays, ModuleLogging, ModuleHooks, Hyperparamete
         Raises:
             MisconfigurationException: If the values contradict those of the trainer.
         """
+        trace = current_trace()
+        if trace is not None and trace.creating:
+            return  # there may be no trainer yet, and there are no gradients
         trainer = self.trainer
         val, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         if gradient_clip_val is None:

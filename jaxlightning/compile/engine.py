@@ -400,14 +400,14 @@ class Engine(EngineLogs):
         share: float,
         scale: float,
         clip: float,
-        further: tuple[float, ...] = (),
     ) -> StepOutput:
         leaves, treedef = jax.tree_util.tree_flatten(batch)
         arrays, positions = batches.split(leaves)
         if self._dirty or self._nnx_exposed:
             self.check_constants()
         hyper = _joined((share, scale, clip), [handle.host_hyper() for handle in self.binding.optimizers])
-        hyper += further  # of manual optimization, when schedulers step between optimizers
+        if flags[5:]:
+            hyper = self.manual.padded(hyper, flags[5])
         if hyper != self._floats_of:
             self._set_floats(hyper)
             self._plain = self._repeatable = None
@@ -420,6 +420,8 @@ class Engine(EngineLogs):
             env = self.environment(batch_idx, current_epoch, global_step)
             variant, host = self._choose(variant, env)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
+            if flags[5:]:
+                self.manual.set_floats(variant.info.manual, hyper)
             try:
                 self._leaves, values, states, outputs, finite, effects = variant.call(
                     self._leaves, arrays, ints, self._floats, *host
@@ -432,6 +434,8 @@ class Engine(EngineLogs):
             env = self.environment(batch_idx, current_epoch, global_step)
             variant = self._train_variant(flags, batch, arrays, treedef, positions, ints, env)
             host = () if variant.info.host is None else variant.info.host.inputs(env)
+            if flags[5:]:
+                self.manual.set_floats(variant.info.manual, hyper)
             self._leaves, values, states, outputs, finite, effects = variant.call(
                 self._leaves, arrays, ints, self._floats, *host
             )

@@ -16,6 +16,7 @@ from jaxlightning.compile import packing
 from jaxlightning.compile.guarded_update import device_logs
 from jaxlightning.compile.manual_base import ManualBase, OptimizerUpdate, check_loss
 from jaxlightning.compile.manual_events import (
+    LEADING_FLOATS,
     Backward,
     Clip,
     Cut,
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from jaxlightning.compile.binding import Binding
 
 __all__ = ["ManualRun", "finish_step", "manual_train_step"]
-
-LEADING_FLOATS = 3
-"""Float inputs before the hyper-parameters, as in `core.FLOATS`."""
 
 
 class ManualRun(ManualBase):
@@ -180,6 +178,7 @@ class ManualRun(ManualBase):
         widths = [len(handle.host_hyper()) for handle in self.binding.optimizers]
         if self._scheduler_steps > self.options.snapshots:
             raise RetraceManualError(snapshots=self._scheduler_steps)
+        self.plan.snapshots = max(self.plan.snapshots, self._scheduler_steps)
         start = LEADING_FLOATS + self._scheduler_steps * sum(widths) + sum(widths[:index])
         return self.floats[start : start + widths[index]]
 

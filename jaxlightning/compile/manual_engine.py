@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxlightning.compile.manual_events import ManualOptions, RetraceManualError
+from jaxlightning.compile.manual_events import LEADING_FLOATS, ManualOptions, ManualPlan, RetraceManualError
 from jaxlightning.compile.paths import flatten, select
 from jaxlightning.compile.trace import current_trace
 from jaxlightning.optim import clip_gradients, find_ownership, parse_optimizers
@@ -91,7 +92,7 @@ class ManualSteps:
         self.live, self._dropped = plan.live, plan.dropped
         for index, count in plan.applied.items():
             engine.binding.optimizers[index].record_update(count)
-        for scheduler in plan.schedulers:
+        for scheduler in plan.schedulers if engine.jit else ():
             scheduler.step()
         return out
 
@@ -103,6 +104,41 @@ class ManualSteps:
                 raise RuntimeError(f"The gradients of {names} were needed after they were let go.")
             self.engine.ensure_manual_buffers(more.buffers)
         self._snapshots = max(self._snapshots, more.snapshots)
+
+    def padded(self, hyper: tuple[float, ...], options: ManualOptions) -> tuple[float, ...]:
+        """Float inputs with room for the hyper-parameters after each of the schedulers' steps."""
+        return hyper + hyper[LEADING_FLOATS:] * options.snapshots
+
+    def set_floats(self, plan: ManualPlan | None, hyper: tuple[float, ...]) -> None:
+        """Sets the float inputs of a step in which a scheduler steps before an optimizer does.
+
+        The schedulers step for good when the step has run; here they are asked what they will set.
+
+        Args:
+            plan: What the step does; None before an eager step has run.
+            hyper: Its float inputs, from `padded`.
+        """
+        if plan is None or not plan.snapshots or not self.engine.jit:
+            return
+        handles = self.engine.binding.optimizers
+        coming = plan.schedulers[: plan.snapshots]
+        states = [(scheduler, copy.deepcopy(scheduler.state_dict())) for scheduler in dict.fromkeys(coming)]
+        groups = [(group, dict(group)) for handle in handles for group in handle.param_groups]
+        width = sum(len(handle.host_hyper()) for handle in handles)
+        values = list(hyper)
+        try:
+            for number, scheduler in enumerate(coming, 1):
+                scheduler.step()
+                start = LEADING_FLOATS + number * width
+                values[start : start + width] = [v for handle in handles for v in handle.host_hyper()]
+        finally:
+            for scheduler, state in states:
+                scheduler.load_state_dict(state)
+            for group, before in groups:
+                for key, value in before.items():
+                    if key != "params" and group[key] != value:
+                        group[key] = value
+        self.engine._set_floats(tuple(values))
 
     # --- who owns what -----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import jax
 from jax.extend.core import Primitive
 
 __all__ = [
+    "LEADING_FLOATS",
     "Backward",
     "Clip",
     "Cut",
@@ -31,6 +32,10 @@ __all__ = [
     "emit",
     "event_p",
 ]
+
+
+LEADING_FLOATS = 3
+"""Float inputs before the hyper-parameters, as in `core.FLOATS`."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class ManualPlan:
         schedulers: The schedulers that step, in order.
         live: Optimizers that hold gradients when the step ends.
         dropped: Those whose gradients nobody will read, because every step begins by forgetting them.
+        snapshots: How many of the schedulers' first steps come before a step of an optimizer.
         cut: Whether hooks run on the host in the middle of the step.
     """
 
@@ -66,6 +72,7 @@ class ManualPlan:
     schedulers: list[Any] = field(default_factory=list)
     live: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
+    snapshots: int = 0
     cut: bool = False
 
 

@@ -232,10 +232,15 @@ class LinenNetwork:
         known = trace.variables.get(self._path, {})
         kept = {c: plain(tree) for c, tree in updates.items() if c in known}
         if kept:
-            trace.require_own_level(
-                f"Network `self.{self._path}` with collections {sorted(kept)} in training mode",
-                "call it outside, or pass `mutable=False`-like eval mode (`self." + self._path + ".eval()`)",
-            )
+            if trace.manual is not None or not trace.at_own_level:
+                # As in torch, no gradient goes through statistics. Inside `jax.grad` this also takes their values out
+                # of the transform; out of the other ones it does not, and there they would leak.
+                kept = jax.tree.map(jax.lax.stop_gradient, kept)
+            if not all(trace.owns(leaf) for leaf in jax.tree.leaves(kept)):
+                trace.require_own_level(
+                    f"Network `self.{self._path}` with collections {sorted(kept)} in training mode",
+                    "call it outside, or pass `mutable=False`-like eval mode (`self." + self._path + ".eval()`)",
+                )
             trace.variables[self._path] = {**known, **kept}
 
     def _call_outside(self, args: Any, kwargs: Any, method: Any, rngs: Any, mutable: Any) -> Any:

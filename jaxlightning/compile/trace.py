@@ -217,6 +217,17 @@ class Trace:
             self.params[network] = jax.tree.map(
                 lambda new, old: new + (old - jax.lax.stop_gradient(old)), self.written[network], known
             )
+        if self.manual is not None:
+            self.manual.absorb()
+
+    @property
+    def at_own_level(self) -> bool:
+        """Whether no JAX transform of the user's is around the code that runs."""
+        return self.level is None or trace_level() is self.level
+
+    def owns(self, value: Any) -> bool:
+        """Whether a value belongs to the step itself and not to a transform inside it, which it would outlive."""
+        return self.at_own_level or not isinstance(value, jax.core.Tracer) or value._trace is self.level
 
     def require_own_level(self, what: str, way_out: str) -> None:
         """Refuses an effect inside a user's own JAX transform, where its value would leak.

@@ -114,7 +114,225 @@ def torch_gan() -> Any:
     return Theirs()
 
 
+class Adversarial(pl.LightningModule):
+    """Two networks and two optimizers; the step is the test's."""
+
+    def __init__(self, rule: Any = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = MLP(6)
+        self.critic = MLP(1)
+
+    def losses(self, batch: Any) -> tuple[Any, Any]:
+        real, noise = batch
+        fake = self.generator(noise)
+        loss_g = self.critic(fake).mean()
+        loss_d = (self.critic(real) ** 2).mean() - self.critic(jax.lax.stop_gradient(fake)).mean()
+        return loss_g, loss_d
+
+    def configure_optimizers(self) -> Any:
+        sgd = pl.optim.SGD
+        return [sgd(self.generator.parameters(), lr=0.1, momentum=0.9), sgd(self.critic.parameters(), lr=0.05)]
+
+
+def torch_adversarial(step: Any, configure: Any = None) -> Any:
+    import lightning.pytorch as lightning
+    import torch
+
+    class Theirs(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.generator = torch_mlp(3, 6)
+            self.critic = torch_mlp(6, 1)
+
+        def losses(self, batch: Any) -> tuple[Any, Any]:
+            real, noise = batch
+            fake = self.generator(noise)
+            loss_g = self.critic(fake).mean()
+            loss_d = (self.critic(real) ** 2).mean() - self.critic(fake.detach()).mean()
+            return loss_g, loss_d
+
+        def configure_optimizers(self) -> Any:
+            sgd = torch.optim.SGD
+            return [sgd(self.generator.parameters(), lr=0.1, momentum=0.9), sgd(self.critic.parameters(), lr=0.05)]
+
+    Theirs.training_step = step
+    if configure is not None:
+        Theirs.configure_optimizers = configure
+    return Theirs()
+
+
+def both_ways(step: Any, *, configure: Any = None, their_configure: Any = None, **options: Any) -> Any:
+    """Checks one and the same `training_step` in our module and in PyTorch Lightning's."""
+    ours = type("Ours", (Adversarial,), {"training_step": step})
+    if configure is not None:
+        ours.configure_optimizers = configure
+    beside = Beside(lambda: torch_adversarial(step, their_configure), GAN_LAYERS)
+    return check(ours, (REAL, NOISE), beside=beside, **options)
+
+
+def different_frequencies(self: Any, batch: Any, batch_idx: Any) -> Any:
+    opt_g, opt_d = self.optimizers()
+    if batch_idx % 3 == 0:
+        loss_g, _ = self.losses(batch)
+        opt_g.zero_grad()
+        self.manual_backward(loss_g)
+        opt_g.step()
+        self.log("g", loss_g)
+    _, loss_d = self.losses(batch)
+    opt_d.zero_grad()
+    self.manual_backward(loss_d)
+    opt_d.step()
+    self.log("d", loss_d)
+    return loss_d
+
+
+def accumulation_by_hand(self: Any, batch: Any, batch_idx: Any) -> Any:
+    opt_g, opt_d = self.optimizers()
+    n = 3
+    loss_g, loss_d = self.losses(batch)
+    self.toggle_optimizer(opt_g)
+    loss_g, _ = self.losses(batch)
+    self.manual_backward(loss_g / n)
+    self.untoggle_optimizer(opt_g)
+    self.manual_backward(loss_d / n)
+    if (batch_idx + 1) % n == 0:
+        opt_g.step()
+        opt_g.zero_grad()
+        opt_d.step()
+        opt_d.zero_grad()
+    self.log_dict({"g": loss_g, "d": loss_d})
+
+
+def several_backward_calls(self: Any, batch: Any, batch_idx: Any) -> Any:
+    opt_g, opt_d = self.optimizers()
+    loss_g, loss_d = self.losses(batch)
+    opt_g.zero_grad()
+    opt_d.zero_grad()
+    self.manual_backward(loss_g, retain_graph=True)
+    self.manual_backward(0.5 * loss_g + loss_d)
+    opt_g.step()
+    opt_d.step()
+    return {"loss": loss_g, "other": 1}
+
+
+def closures(self: Any, batch: Any, batch_idx: Any) -> Any:
+    opt_g, opt_d = self.optimizers()
+
+    def closure_g() -> Any:
+        loss_g, _ = self.losses(batch)
+        opt_g.zero_grad()
+        self.manual_backward(loss_g)
+        self.log("g", loss_g)
+        return loss_g
+
+    def closure_d() -> Any:
+        _, loss_d = self.losses(batch)
+        opt_d.zero_grad()
+        self.manual_backward(loss_d)
+        self.log("d", loss_d)
+        return loss_d
+
+    with opt_g.toggle_model():
+        opt_g.step(closure=closure_g)
+    with opt_d.toggle_model():
+        opt_d.step(closure_d)
+
+
+def toggled_and_clipped(self: Any, batch: Any, batch_idx: Any) -> Any:
+    opt_g, opt_d = self.optimizers()
+    with self.toggled_optimizer(opt_g):
+        loss_g, _ = self.losses(batch)
+        self.manual_backward(loss_g)
+        self.clip_gradients(opt_g, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        opt_g.step()
+        opt_g.zero_grad()
+    with self.toggled_optimizer(opt_d):
+        _, loss_d = self.losses(batch)
+        self.manual_backward(loss_d)
+        self.clip_gradients(opt_d, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        opt_d.step()
+        opt_d.zero_grad()
+    self.log_dict({"g": loss_g, "d": loss_d})
+
+
+def manual_schedulers(self: Any, batch: Any, batch_idx: Any) -> Any:
+    opt_g, opt_d = self.optimizers()
+    sch_g, sch_d = self.lr_schedulers()
+    loss_g, loss_d = self.losses(batch)
+    opt_g.zero_grad()
+    self.manual_backward(loss_g)
+    opt_g.step()
+    sch_g.step()
+    opt_g.step()  # with the learning rate that the scheduler has just set
+    opt_d.zero_grad()
+    _, loss_d = self.losses(batch)
+    self.manual_backward(loss_d)
+    opt_d.step()
+    if (batch_idx + 1) % 4 == 0:
+        sch_d.step()
+    self.log_dict({"g": loss_g, "d": loss_d})
+
+
+def our_schedules(self: Any) -> Any:
+    optimizers = Adversarial.configure_optimizers(self)
+    lr_scheduler = pl.optim.lr_scheduler
+    return optimizers, [
+        lr_scheduler.StepLR(optimizers[0], step_size=2, gamma=0.9),
+        lr_scheduler.ExponentialLR(optimizers[1], gamma=0.5),
+    ]
+
+
+def their_schedules(self: Any) -> Any:
+    import torch
+
+    sgd, lr_scheduler = torch.optim.SGD, torch.optim.lr_scheduler
+    optimizers = [sgd(self.generator.parameters(), lr=0.1, momentum=0.9), sgd(self.critic.parameters(), lr=0.05)]
+    return optimizers, [
+        lr_scheduler.StepLR(optimizers[0], step_size=2, gamma=0.9),
+        lr_scheduler.ExponentialLR(optimizers[1], gamma=0.5),
+    ]
+
+
 @pytest.mark.lightning
 def test_a_gan() -> None:
     out = check(GAN, (REAL, NOISE), beside=Beside(torch_gan, GAN_LAYERS))
     assert out.trainer.global_step == 48  # 24 batches in three epochs, two optimizers
+    assert out.module._engine.trace_counts["train"] == 1
+
+
+@pytest.mark.lightning
+def test_two_optimizers_with_different_frequencies() -> None:
+    out = both_ways(different_frequencies)
+    assert out.trainer.global_step == 24 + 9
+
+
+@pytest.mark.lightning
+def test_gradients_accumulated_by_hand() -> None:
+    out = both_ways(accumulation_by_hand)
+    assert out.trainer.global_step == 2 * 3 * 2  # two optimizers, three epochs of eight batches with two steps each
+
+
+@pytest.mark.lightning
+def test_several_backward_calls_before_one_step() -> None:
+    both_ways(several_backward_calls)
+
+
+@pytest.mark.lightning
+def test_closures_and_toggle_model() -> None:
+    both_ways(closures)
+
+
+@pytest.mark.lightning
+def test_toggled_optimizers_and_clipped_gradients() -> None:
+    both_ways(toggled_and_clipped)
+
+
+@pytest.mark.lightning
+def test_schedulers_stepped_by_hand() -> None:
+    out = both_ways(manual_schedulers, configure=our_schedules, their_configure=their_schedules)
+    assert [round(group["lr"], 9) for handle in out.trainer.optimizers for group in handle.param_groups] == [
+        round(0.1 * 0.9**12, 9),
+        round(0.05 * 0.5**6, 9),
+    ]
