@@ -389,7 +389,10 @@ class CheckpointConnector:
             )
         if self._loaded.get("nonfinite_updates"):
             engine.load_nonfinite(self._loaded["nonfinite_updates"])
-        if self._loaded.get("gradients") and trainer.fit_loop.continues_epoch:
+        manual = not trainer.lightning_module.automatic_optimization
+        if self._loaded.get("gradients") and manual:
+            engine.load_manual_gradients(self._loaded["gradients"])
+        elif self._loaded.get("gradients") and trainer.fit_loop.continues_epoch:
             engine.load_gradients(self._loaded["gradients"])
         for config, saved in zip(trainer.lr_scheduler_configs, self._loaded["lr_schedulers"], strict=False):
             config.scheduler.load_state_dict(saved)

@@ -93,7 +93,8 @@ def _add_training_state(trainer: Trainer, checkpoint: dict[str, Any], sections: 
         }
     if sections.get("nonfinite") is not None:
         checkpoint["nonfinite_updates"] = {name: int(value) for name, value in sections["nonfinite"].items()}
-    if sections.get("gradients") and trainer.fit_loop._should_accumulate():
+    manual = not trainer.lightning_module.automatic_optimization
+    if sections.get("gradients") and (manual or trainer.fit_loop._should_accumulate()):
         checkpoint["gradients"] = sections["gradients"]
     checkpoint["metrics"] = _running.collect(trainer)
     streams = trainer._checkpoint_connector.noted("streams")

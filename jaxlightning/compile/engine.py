@@ -8,7 +8,7 @@ read or write between steps (parameters, checkpoints) is in `engine_state`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jaxlightning.compile.manual_engine import ManualSteps
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
 from jaxlightning.compile.outputs import is_array
 from jaxlightning.compile.packing import SlotTable, float_dtype
+from jaxlightning.compile.paths import plain
 from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.repeated_step import RepeatedStep
 from jaxlightning.compile.run_step import StepInfo
@@ -166,6 +167,17 @@ class Engine(EngineLogs):
         """Forgets accumulated gradients."""
         self.manual.zero_grad()
         super().zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `EngineState.state_dict`; of a module that optimizes by itself only gradients that are there."""
+        sections = super().state_dict()
+        if not self.module.automatic_optimization:
+            sections["gradients"] = self.manual.held(sections["gradients"])
+        return sections
+
+    def load_manual_gradients(self, gradients: Mapping[str, Any]) -> None:
+        """Restores the gradients that optimizers of a module that optimizes by itself hold."""
+        self.manual.load(plain(gradients))
 
     def modes_changed(self) -> None:
         """Called when a network or the module changes between training and evaluation mode."""

@@ -140,6 +140,34 @@ class ManualSteps:
                         group[key] = value
         self.engine._set_floats(tuple(values))
 
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def held(self, buffers: Any) -> Any:
+        """The part of the gradient buffers that holds gradients; None when there are none."""
+        if buffers is None or not self.live:
+            return None
+        handles = [self.engine.binding.optimizers[index] for index in sorted(self.live)]
+        owns = [self.engine.binding.owned_by(handle) for handle in handles]
+        return select(buffers, lambda path: any(own is None or own(path) for own in owns))
+
+    def load(self, gradients: dict[str, Any]) -> None:
+        """Takes back what `held` gave.
+
+        Raises:
+            RuntimeError: If it does not fit the parameters.
+        """
+        engine = self.engine
+        found, params = flatten(gradients), flatten(engine.params_live)
+        wrong = [path for path, leaf in found.items() if path not in params or leaf.shape != params[path].shape]
+        if wrong:
+            raise RuntimeError(f"The gradients in the checkpoint do not fit the parameters: {wrong[:20]}")
+        owns = [engine.binding.owned_by(handle) for handle in engine.binding.optimizers]
+        self.live = frozenset(
+            index for index, own in enumerate(owns) if any(own is None or own(path) for path in found)
+        )
+        engine.ensure_manual_buffers(self.live)
+        engine.replace_gradients(engine.strategy.put(jax.tree.map(jax.numpy.array, gradients)))
+
     # --- who owns what -----------------------------------------------------------------------------------------------
 
     def check_ownership(self) -> None:
