@@ -60,6 +60,7 @@ class Converter:
             float: self._scalar,
             complex: self._scalar,
         }
+        self._tensor_to_numpy: Callable[[Any, Path], Any] = _same
         self._x64 = False
         self._kept = _leaves.kept_dtypes(False)
         self._copies = copy and not channels_last
@@ -166,9 +167,7 @@ class Converter:
         return value.transpose(0, 2, 3, 1) if images else value
 
     def _torch(self, value: Any, path: Path) -> Any:
-        from ._torch_tensors import tensor_to_numpy
-
-        return self._array(tensor_to_numpy(value, path), path)
+        return self._array(self._tensor_to_numpy(value, path), path)
 
     def _tensorflow(self, value: Any, path: Path) -> Any:
         from ._tf_tensors import tensor_to_numpy
@@ -188,6 +187,9 @@ class Converter:
             # np.datetime64, Decimal and Fraction become arrays that JAX cannot hold: leave the object itself
             return self._scalar if _leaves.is_device_dtype(np.array(value).dtype) or isinstance(value, int) else _same
         if from_library(cls, "torch", "Tensor"):
+            from ._torch_tensors import tensor_to_numpy
+
+            self._tensor_to_numpy = tensor_to_numpy
             return self._torch
         if from_library(cls, "tensorflow"):
             return self._tensorflow

@@ -90,7 +90,7 @@ def narrow(value: Array, target: np.dtype[Any], path: Path) -> Array:
     """
     if target.kind in "iu":
         result: Array = value.astype(target)
-        if (result != value).any():
+        if np.count_nonzero(result != value):  # `any` is a third slower
             raise OverflowError(
                 f"{format_path(path)} holds {value.dtype} values from {value.min()} to {value.max()}, and JAX without "
                 f"64-bit mode stores them as {target}, where they would wrap around. Shift or re-map the values in the "
