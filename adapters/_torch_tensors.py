@@ -35,8 +35,8 @@ def tensor_to_numpy(tensor: Any, path: Path = ()) -> Array:
         TypeError: For sparse, nested, quantized and meta tensors and dtypes that JAX lacks.
     """
     if type(tensor) is torch.Tensor:
-        # What torch cannot show it refuses, so the commonest tensor needs no look at its layout, device and flags: 10 us
-        # of a batch, whose code is cold after a hundred calls of the dataset.
+        # What torch cannot show it refuses, so the commonest tensor needs no look at its layout, device and flags: 10
+        # us of a batch, whose code is cold after a hundred calls of the dataset.
         try:
             plain: Array = tensor.numpy()
         except (TypeError, RuntimeError):

@@ -166,13 +166,12 @@ class PaddingEngine(Engine):
         """See `Engine.train_batch`."""
         return self._padded("train", None, batch, super().train_batch, args, kwargs)
 
-    def train_step(self, batch: Any, **kwargs: Any) -> StepOutput:
-        """See `Engine.train_step`."""
-        return self._padded("train", None, batch, super().train_step, (), kwargs)
+    def _train(self, flags: tuple[Any, ...], batch: Any, *args: Any) -> StepOutput:
+        # What all other ways of training come through: accumulation, the gradient half of a split step, manual steps.
+        def run(padded: Any) -> StepOutput:
+            return super(PaddingEngine, self)._train(flags, padded, *args)
 
-    def grad_step(self, batch: Any, **kwargs: Any) -> StepOutput:
-        """See `Engine.grad_step`."""
-        return self._padded("train", None, batch, super().grad_step, (), kwargs)
+        return self._padded("train", None, batch, run, (), {})
 
     def eval_step(self, stage: str, batch: Any, **kwargs: Any) -> StepOutput:
         """See `Engine.eval_step`."""

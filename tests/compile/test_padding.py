@@ -143,6 +143,36 @@ def test_batches_without_hooks_between_them_are_padded_too(steps: int) -> None:
     assert results[1][2]["train"] == 1
 
 
+@pytest.mark.slow
+def test_manual_steps_are_padded_too() -> None:
+    class Manual(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            loss = jnp.mean(self.losses(batch)[1], where=self.batch_mask)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.log("loss", loss, on_step=True, on_epoch=True)
+
+    _, padded = run(Manual(), pad_batches=True)
+    assert padded._engine.trace_counts == {"train": 1, "validate": 1}
+    for name, value in unpadded()[1].callback_metrics.items():
+        np.testing.assert_allclose(padded.callback_metrics[name], value, rtol=2e-6, err_msg=name)
+
+    class Careless(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.losses(batch)[1].mean())
+            optimizer.step()
+
+    with pytest.raises(MisconfigurationException, match=r"never looks at `self\.batch_mask`"):
+        run(Careless(), pad_batches=True)
+
+
 def test_predictions_are_those_of_the_real_rows() -> None:
     module, made = run(pad_batches=True)
     found = made.predict(module, loader())
@@ -399,3 +429,22 @@ def test_a_leaf_with_a_length_of_its_own_that_varies_raises() -> None:
 def test_bad_values_of_the_flag_raise(value: Any) -> None:
     with pytest.raises(ValueError, match="`pad_batches` must be"):
         pl.Trainer(pad_batches=value, logger=False, enable_checkpointing=False)
+
+
+def test_what_a_step_appends_has_the_real_rows() -> None:
+    class Collecting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.collected: list[Any] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.collected.append({"labels": batch[1], "three": jnp.ones(3)})
+
+        def on_validation_batch_end(self, *_: Any) -> None:
+            pass
+
+    module, _ = run(Collecting(), pad_batches=True)
+    found = module.collected
+    assert [len(item["labels"]) for item in found] == [32, 32, 7] * 2
+    assert [len(item["three"]) for item in found] == [3] * 6
+    np.testing.assert_array_equal(np.concatenate([item["labels"] for item in found[:3]]), Y)
