@@ -59,7 +59,7 @@ def train(precision: str, seed: int, epochs: int, limit: int | None, data: Path 
     trainer = jl.Trainer(max_epochs=epochs, precision=precision, limit_val_batches=0, **off)
     model = LitCNN()
     start = time.perf_counter()
-    trainer.fit(model, train_loader)
+    trainer.fit(model, train_loader, test_loader)  # no batch of it: the limit is 0
     (results,) = trainer.test(model, test_loader, verbose=False)
     seconds = time.perf_counter() - start
     engine = model._engine

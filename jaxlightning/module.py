@@ -259,6 +259,33 @@ class JaxLightningModule(ModuleArrays, ModuleLogging, ModuleHooks, Hyperparamete
         """Index of this process on its host."""
         return 0 if self._trainer is None else self._trainer.local_rank
 
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Arrays of every process, stacked along a new first axis.
+
+        A compiled step, and any run with one process, sees whole arrays already, whatever the number of devices: there
+        the data come back as they are.
+
+        Args:
+            data: A pytree of arrays.
+            group: Must be None: all processes take part.
+            sync_grads: Accepted for Lightning's sake; inside a step gradients flow through whole arrays.
+
+        Returns:
+            The pytree; with several processes each leaf has shape (processes, ...).
+
+        Raises:
+            ValueError: For a group.
+        """
+        if group is not None:
+            raise ValueError(f"`all_gather(group={group!r})`: groups of processes do not exist here; leave it out.")
+        import jax
+
+        if current_trace() is not None or jax.process_count() == 1:
+            return data
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(data)
+
     @property
     def on_gpu(self) -> bool:
         """Whether the variables are on a GPU."""

@@ -410,3 +410,43 @@ def test_an_own_policy_is_applied() -> None:
     train(engine, batches(), 2)
     assert dtypes(engine.params) == {"float16"}
     assert operands(engine.compiled["train"].lower().as_text(), "stablehlo.dot_general") == {"bf16"}
+
+
+# --- elsewhere than in a compiled training step on one device --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed"])
+def test_eager_steps_follow_the_policy(name: str) -> None:
+    eager = train(make_engine(Classifier(LinenNet()), precision=make_precision(name), jit=False), batches(), 3)
+    compiled = train(make_engine(Classifier(LinenNet()), precision=make_precision(name)), batches(), 3)
+    # XLA keeps some intermediate results in float32 where eager operations round to 16 bits.
+    assert eager == pytest.approx(compiled, abs=0.02)
+
+
+def test_evaluation_prediction_and_calls_outside_follow_the_policy() -> None:
+    class Predicts(Classifier):
+        def predict_step(self, batch: Any, batch_idx: Any) -> Any:
+            return self.net(batch[0])
+
+    module = Predicts(LinenNet())
+    trainer = pl.Trainer(max_epochs=1, precision="bf16-mixed", **QUIET)
+    data = Loader(batches())
+    trainer.fit(module, data, data)
+    text = trainer._engine.compiled["validate"].lower().as_text()
+    assert operands(text, "stablehlo.dot_general") == {"bf16"}
+    first = trainer.predict(module, data)[0]
+    assert first.dtype == np.float32
+    module.eval()
+    outside = module(batches()[0][0])
+    assert outside.dtype == jnp.float32
+    np.testing.assert_allclose(outside, first, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "bf16-true"])
+def test_several_devices(name: str) -> None:
+    module = Classifier(LinenNet())
+    trainer = pl.Trainer(max_epochs=1, precision=name, devices=2, limit_val_batches=0, **QUIET)
+    trainer.fit(module, Loader(batches()), Loader(batches()))
+    assert trainer.global_step == 2
+    assert dtypes(trainer.state.params) == {"float32" if name == "16-mixed" else "bfloat16"}
+    assert trainer._engine.trace_counts["train"] == 1

@@ -49,7 +49,6 @@ def weights(module: Any) -> dict[str, Any]:
     return {name: np.asarray(value) for name, value in module.state_dict().items()}
 
 
-@pytest.mark.catalogue("OP02")
 def test_without_an_optimizer_steps_count_and_weights_stay() -> None:
     module = Model(lambda m: None)
     module.init(next(iter(loader(2))))
@@ -151,7 +150,6 @@ def test_zero_grad_that_keeps_gradients_adds_them_up() -> None:
     assert any(not np.allclose(weights(kept)[name], value) for name, value in weights(plain).items())
 
 
-@pytest.mark.catalogue("SC05")
 def test_a_checkpoint_holds_the_scheduler_as_it_is_after_its_step(tmp_path: Path) -> None:
     saved: list[int] = []
 
@@ -167,7 +165,6 @@ def test_a_checkpoint_holds_the_scheduler_as_it_is_after_its_step(tmp_path: Path
     assert saved == [1, 2, 3]
 
 
-@pytest.mark.catalogue("SC10")
 @pytest.mark.parametrize("plateau", [False, True])
 def test_an_overridden_scheduler_step_gets_the_metric_or_none(plateau: bool) -> None:
     metrics: list[Any] = []
@@ -193,7 +190,6 @@ def test_an_overridden_scheduler_step_gets_the_metric_or_none(plateau: bool) -> 
     assert metrics == ([2.0, 2.0] if plateau else [None, None])
 
 
-@pytest.mark.catalogue("SC12")
 def test_an_epoch_that_is_skipped_still_steps_its_schedulers() -> None:
     class Skips(Model):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -209,7 +205,6 @@ def test_an_epoch_that_is_skipped_still_steps_its_schedulers() -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0125
 
 
-@pytest.mark.catalogue("SC13")
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_schedulers_of_a_module(count: int) -> None:
     found: list[Any] = []

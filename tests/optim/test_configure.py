@@ -80,6 +80,10 @@ CASES: dict[str, tuple[Any, Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.catalogue("OP03", "OP04", "SC07", "SC09")
+@pytest.mark.catalogue(
+    "SC01", "SC08", "SC11", adaptation="schedulers are those of jaxlightning.optim, or optax schedules"
+)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.catalogue("ER10")
 def test_errors_and_warnings_are_lightnings(name: str) -> None:
@@ -133,6 +137,7 @@ FORMS: dict[str, tuple[Any, Callable[[Any, Any], Any], int, int]] = {
 }
 
 
+@pytest.mark.catalogue("OP01", adaptation="an optimizer is one of jaxlightning.optim or an optax transformation")
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_lightning_is_read(form: str) -> None:
     module, build, optimizers, schedulers = FORMS[form]

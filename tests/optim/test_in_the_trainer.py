@@ -119,6 +119,7 @@ OPTAX: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.catalogue("OP12", adaptation="value, gradient and the loss as a function are given to the update")
 @pytest.mark.parametrize("name", OPTAX)
 def test_every_kind_of_optax_trains_in_one_trace(name: str) -> None:
     module = Line(lambda m: OPTAX[name]())

@@ -18,6 +18,7 @@ def draws():
     return random.random(), np.random.rand()
 
 
+@pytest.mark.catalogue("PN07", adaptation="keys are functions of the seed and of the step")
 def test_the_same_seed_gives_the_same_draws_and_sets_the_variables():
     assert pl.seed_everything(7, workers=True) == 7
     first = draws()
