@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,7 +55,7 @@ def _kind(value: Any) -> str | None:
         return None
     if any(c.__module__.startswith(("flax.linen", "flax.nnx", "jaxlightning")) for c in cls.__mro__):
         return None
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) or is_user_object(value):
         return "object"
     return "tree" if _is_registered(value) else None
 
@@ -62,6 +64,25 @@ def _is_registered(value: Any) -> bool:
     if value is None or isinstance(value, str | bytes | int | float | complex):
         return False
     return not jax.tree_util.all_leaves([value])
+
+
+_FOREIGN = frozenset(
+    {
+        "jaxlightning", "jax", "jaxlib", "flax", "optax", "numpy", "torch", "torchvision", "tensorflow", "grain",
+        "datasets", "lightning", "tensorboardX", "logging", "builtins", "functools", "types", "pathlib", "wandb",
+        "threading", "queue", "matplotlib", "orbax", "chex", "equinox", "haiku",
+    }
+)  # fmt: skip
+"""Packages whose objects keep their own state; objects of other classes are containers of their attributes."""
+
+
+def is_user_object(value: Any) -> bool:
+    """Whether a value is an object of the user's own, whose attributes a step may change."""
+    if isinstance(value, type | types.FunctionType | types.MethodType | types.ModuleType | enum.Enum):
+        return False
+    if not hasattr(value, "__dict__") or isinstance(value, dict | list | tuple | set):
+        return False
+    return not any(cls.__module__.split(".")[0] in _FOREIGN for cls in type(value).__mro__ if cls is not object)
 
 
 class Skeleton:
@@ -137,6 +158,8 @@ def has_arrays(value: Any, depth: int = 0) -> bool:
     if depth > _MAX_DEPTH:
         return False
     kind = _kind(value)
+    if kind == "object" and not dataclasses.is_dataclass(value):
+        return False  # constants, until a step changes them
     return kind is not None and any(has_arrays(item, depth + 1) for _, item in _items(value, kind))
 
 

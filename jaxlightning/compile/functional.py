@@ -16,7 +16,7 @@ from jaxlightning.compile.engine import Engine
 from jaxlightning.compile.packing import BLOCK, SlotTable, float_dtype
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.state import TrainState
-from jaxlightning.compile.trace import Scalars
+from jaxlightning.compile.trace import RetraceError, Scalars
 
 __all__ = ["Functional", "FunctionalState", "functionalize"]
 
@@ -31,6 +31,7 @@ class FunctionalState:
         seed: Seed of the random keys, 0-d uint32.
         params: `{network: nested parameters}`.
         variables: `{network: {collection: nested}}`.
+        attributes: `{path: array or container}`: attributes of the module that hold arrays and that the step reads.
         opt_state: One optax state per optimizer.
         hyper: Learning rates and other hyper-parameters of the optimizers that are inputs of the step, a float vector.
     """
@@ -39,6 +40,7 @@ class FunctionalState:
     seed: Any
     params: Any
     variables: Any
+    attributes: Any
     opt_state: Any
     hyper: Any
 
@@ -48,7 +50,9 @@ class FunctionalState:
 
 
 jax.tree_util.register_dataclass(
-    FunctionalState, data_fields=["step", "seed", "params", "variables", "opt_state", "hyper"], meta_fields=[]
+    FunctionalState,
+    data_fields=["step", "seed", "params", "variables", "attributes", "opt_state", "hyper"],
+    meta_fields=[],
 )
 
 
@@ -94,6 +98,7 @@ def functionalize(
 
     Raises:
         MisconfigurationException: If `configure_optimizers` gives several optimizers.
+        NotImplementedError: If a step wants something done on the host (an append, a logger call), when it is traced.
     """
     from jaxlightning.optim import parse_optimizers
 
@@ -108,6 +113,7 @@ def functionalize(
     options = TrainOptions(clip=gradient_clip_algorithm if gradient_clip_val else None, outputs=True)
     floating = float_dtype()
     hyper = [value for handle in binding.optimizers for value in handle.host_hyper()]
+    _discover(engine, options, batch)
     tree = engine.tree
     state = jax.tree.map(
         jnp.array,
@@ -116,6 +122,7 @@ def functionalize(
             seed=np.uint32(seed % (1 << 32)),
             params=tree.params,
             variables=tree.variables,
+            attributes=tree.attributes,
             opt_state=tree.opt_state,
             hyper=np.array(hyper, floating),
         ),
@@ -137,6 +144,11 @@ def functionalize(
                     "states a "
                     "pure step cannot keep. Use `metric.functional()` (init, update, merge, compute) beside the step."
                 )
+            if info.effects is not None:
+                raise NotImplementedError(
+                    f"`functionalize`: the {stage} step of {type(module).__name__} wants something done on the host "
+                    f"after each call: {info.effects.text}. A pure step has no host: return the values from the step."
+                )
             if table.needed <= table.capacity:
                 return result, info, table
             table.capacity = table.needed
@@ -149,14 +161,20 @@ def functionalize(
 
         def step(table: SlotTable, info: StepInfo, acc: Any) -> Any:
             floats = jnp.concatenate([jnp.asarray(lead), state.hyper])
-            train_state = TrainState(state.params, state.variables, {}, state.opt_state, acc=acc)
+            train_state = TrainState(state.params, state.variables, state.attributes, state.opt_state, acc=acc)
             return core.train_step(binding, table, info, options, train_state, batch, scalars, state.seed, floats)
 
         (new, values, _, arrays, _, _), info, _ = run("train", step)
         outputs = info.outputs.rebuild(arrays) if info.outputs is not None else {}
         logs = {**outputs, **logs_of(info, values)}
         return (
-            state.replace(step=state.step + 1, params=new.params, variables=new.variables, opt_state=new.opt_state),
+            state.replace(
+                step=state.step + 1,
+                params=new.params,
+                variables=new.variables,
+                attributes=new.attributes,
+                opt_state=new.opt_state,
+            ),
             logs,
         )
 
@@ -165,8 +183,8 @@ def functionalize(
 
         def step(table: SlotTable, info: StepInfo, acc: Any) -> Any:
             return core.eval_step(
-                binding, table, info, EvalOptions(stage, outputs=True), state.params, state.variables, {}, acc, batch,
-                scalars, state.seed,
+                binding, table, info, EvalOptions(stage, outputs=True), state.params, state.variables,
+                state.attributes, acc, batch, scalars, state.seed,
             )  # fmt: skip
 
         mode, modes = module.training, binding.modes()
@@ -188,3 +206,42 @@ def functionalize(
         return evaluate("predict", state, batch)[0]
 
     return Functional(state, train_step, eval_step, predict_step)
+
+
+def _discover(engine: Engine, options: TrainOptions, batch: Any) -> None:
+    """Traces the training step until everything that it carries is known."""
+    floating = float_dtype()
+
+    def step(state: TrainState, batch: Any) -> Any:
+        table, info = SlotTable(), StepInfo()
+        table.capacity = BLOCK
+        floats = jnp.zeros((FLOATS + sum(len(h.host_hyper()) for h in engine.binding.optimizers),), floating)
+        state = state.replace(acc=jnp.asarray(table.identity(floating)))
+        zero = jnp.zeros((), jnp.int32)
+        return core.train_step(
+            engine.binding, table, info, options, state, batch, Scalars(zero, zero, zero, zero), zero, floats
+        )[1]
+
+    def evaluate(state: TrainState, batch: Any) -> Any:
+        table, zero = SlotTable(), jnp.zeros((), jnp.int32)
+        table.capacity = BLOCK
+        acc = jnp.asarray(table.identity(floating))
+        return core.eval_step(
+            engine.binding, table, StepInfo(), EvalOptions("validate"), state.params, state.variables,
+            state.attributes, acc, batch, Scalars(zero, zero, zero, zero), zero,
+        )[1]  # fmt: skip
+
+    for function in (step, evaluate):
+        for _ in range(_MAX_TRACES):
+            try:
+                jax.eval_shape(function, engine.tree.replace(acc=None), batch)
+                break
+            except RetraceError as error:
+                error.learn(engine.effect_facts)
+            except Exception:
+                if function is step:
+                    raise
+                break  # the validation step says what is wrong with it when it is used
+
+
+_MAX_TRACES = 20

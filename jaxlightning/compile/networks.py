@@ -201,7 +201,7 @@ class LinenNetwork:
             return policy.convert_output(result)
         output, updates = result
         output = policy.convert_output(output)
-        self._write(trace, updates)
+        self._write(trace, updates, explicit=mutable is not None)
         return (output, updates) if mutable is not None else output
 
     def _create(self, trace: Trace, args: Any, kwargs: Any, method: Any, rngs: Any, mutable: Any) -> Any:
@@ -228,7 +228,7 @@ class LinenNetwork:
             variables["params"] = params
         return variables
 
-    def _write(self, trace: Trace, updates: Any) -> None:
+    def _write(self, trace: Trace, updates: Any, *, explicit: bool = False) -> None:
         known = trace.variables.get(self._path, {})
         kept = {c: plain(tree) for c, tree in updates.items() if c in known}
         if kept:
@@ -237,9 +237,13 @@ class LinenNetwork:
                 # of the transform; out of the other ones it does not, and there they would leak.
                 kept = jax.tree.map(jax.lax.stop_gradient, kept)
             if not all(trace.owns(leaf) for leaf in jax.tree.leaves(kept)):
+                if explicit:
+                    return  # the user carries them out of the transform
                 trace.require_own_level(
                     f"Network `self.{self._path}` with collections {sorted(kept)} in training mode",
-                    "call it outside, or pass `mutable=False`-like eval mode (`self." + self._path + ".eval()`)",
+                    f"return the updates from the function: `y, updates = self.{self._path}(x, "
+                    f"mutable={sorted(kept)})`, and assign `self.{self._path}.variables = updates` outside it; or call "
+                    f"the network outside, or in evaluation mode (`self.{self._path}.eval()`)",
                 )
             trace.variables[self._path] = {**known, **kept}
 

@@ -62,6 +62,11 @@ class HostEffects:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
+    @property
+    def text(self) -> str:
+        """What the effects are, for messages."""
+        return ", ".join(replay.what for *_, replay in self._entries)
+
     def detach(self) -> tuple[Any, ...]:
         """The arrays that the compiled step returns; afterwards the object holds none."""
         arrays, self._arrays = self._arrays, ()

@@ -17,6 +17,8 @@ import jax
 
 from jaxlightning.compile.log_plan import LogMeta
 from jaxlightning.compile.paths import flatten, plain
+from jaxlightning.compile.transforms import transform_name
+from jaxlightning.compile.user_code import user_line
 
 if TYPE_CHECKING:
     from jaxlightning.compile.attributes import TracedAttributes
@@ -235,12 +237,18 @@ class Trace:
         Raises:
             RuntimeError: If the innermost JAX trace is not the one of the step.
         """
-        if self.level is not None and trace_level() is not self.level:
+        if self.inside_transform():
+            name, line = transform_name(), user_line()
+            line = "" if line in what else line
             raise RuntimeError(
-                f"{what} was called inside a JAX transform of your own (jax.grad, vmap, scan, cond, checkpoint, jit "
-                "...) "
-                f"in the {self.kind} step. Its value exists only inside that transform: {way_out}."
+                f"{what}{f' ({line})' if line else ''} was called inside a JAX transform of your own"
+                f"{f', `{name}`,' if name else ''} in the {self.kind} step. Its value exists only inside that "
+                f"transform, and the function is traced there once, however often it runs: {way_out}."
             )
+
+    def inside_transform(self) -> bool:
+        """Whether the caller runs inside a transform of the user's own."""
+        return self.level is not None and trace_level() is not self.level
 
 
 def _fitted(network: str, known: Any, value: Any) -> Any:

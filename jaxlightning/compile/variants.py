@@ -34,6 +34,7 @@ from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.shape_report import ShapeReport
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import RetraceError, Scalars
+from jaxlightning.compile.writes import Snapshot
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -500,9 +501,13 @@ def _growing(variant: CompiledStep, engine: Engine, kind: str, table: SlotTable)
     plain = variant.call
 
     def call(*args: Any) -> Any:
+        owners = engine.binding.owners
+        before = [Snapshot(owner, prefix) for prefix, owner in owners.items()]
         result = plain(*args)
         if table.needed <= table.capacity:
             return result
+        for snapshot in before:
+            snapshot.restore()  # the second run does it all again
         stage = next(s for s, acc in engine.evaluation_stages() if acc is args[1]) if kind != "train" else kind
         engine.grow_accumulators(table)
         if kind == "train":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 import numpy as np
 
-from jaxlightning.compile.containers import is_container
+from jaxlightning.compile.containers import is_container, is_user_object
 from jaxlightning.compile.effects import INTERNAL, OwnerTracer
 from jaxlightning.compile.host_random import States, generator_states, set_generator_states
 from jaxlightning.compile.networks import is_network
@@ -34,15 +34,6 @@ __all__ = ["Snapshot", "as_it_was", "settle_writes"]
 _MAX_DEPTH = 5
 _MAX_LENGTH = 4096
 """Longer containers hold data; only their length is compared."""
-
-_FOREIGN = frozenset(
-    {
-        "jaxlightning", "jax", "jaxlib", "flax", "optax", "numpy", "torch", "torchvision", "tensorflow", "grain",
-        "datasets", "lightning", "tensorboardX", "logging", "builtins", "functools", "types", "pathlib", "wandb",
-        "threading", "queue", "matplotlib", "orbax", "chex", "equinox", "haiku",
-    }
-)  # fmt: skip
-"""Packages whose objects keep their own state; objects of other classes are looked into."""
 
 
 class Snapshot:
@@ -262,7 +253,7 @@ def holds_tracers(value: Any, depth: int = 0) -> bool:
         return any(holds_tracers(item, depth + 1) for item in value.values())
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
         return any(holds_tracers(item, depth + 1) for item in value)
-    return _looked_into(value) and any(holds_tracers(item, depth + 1) for item in vars(value).values())
+    return is_user_object(value) and any(holds_tracers(item, depth + 1) for item in vars(value).values())
 
 
 def _only_standard(value: Any, depth: int = 0) -> bool:
@@ -273,15 +264,6 @@ def _only_standard(value: Any, depth: int = 0) -> bool:
         return True
     items = value.values() if isinstance(value, dict) else value
     return all(_only_standard(item, depth + 1) or is_array(item) or isinstance(item, tuple) for item in items)
-
-
-def _looked_into(value: Any) -> bool:
-    """Whether a value is an object of the user's own, whose attributes a step may change."""
-    if isinstance(value, type) or (callable(value) and not hasattr(value, "__dict__")):
-        return False
-    if not hasattr(value, "__dict__") or is_network(value):
-        return False
-    return not any(cls.__module__.split(".")[0] in _FOREIGN for cls in type(value).__mro__ if cls is not object)
 
 
 def _containers(value: Any, seen: set[int], depth: int = 0) -> Sequence[tuple[Any, Any]]:
@@ -298,7 +280,7 @@ def _containers(value: Any, seen: set[int], depth: int = 0) -> Sequence[tuple[An
         return [(value, set(value))]
     elif isinstance(value, tuple):
         own, items = None, list(value)
-    elif _looked_into(value):
+    elif is_user_object(value):
         own, items = (dict(vars(value)), list(vars(value).values()))
     else:
         return []
