@@ -131,7 +131,9 @@ class HaikuNetwork:
 
     def init_with_output(self, rngs: Any, *args: Any, method: Any = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Makes the variables and applies the network once."""
-        made = self.transformed.init(rngs["params"], *args, **kwargs)
+        # Haiku's moving averages are made in training mode only, also when an evaluation comes first.
+        training = {word: _MODE_WORDS[word] for word in kwargs if word in _MODE_WORDS}
+        made = self.transformed.init(rngs["params"], *args, **{**kwargs, **training})
         params, state = made if self._has_state else (made, {})
         variables = {"params": _nested_by_slash(params)}
         if self._has_state:

@@ -87,7 +87,14 @@ def write_onnx(function: Callable[..., Any], inputs: Any, path: Path, *, batch: 
             "`export(format='onnx')` makes a variable batch for float32 inputs only. Give `batch=` a number, or cast "
             "inside `forward`."
         )
-    model = converter.to_onnx(function, specs)
+    try:
+        model = converter.to_onnx(function, specs)
+    except Exception as error:
+        error.add_note(
+            "jax2onnx could not translate a part of `forward`. It puts functions of its own in the place of Flax's "
+            "while it traces, and some of these want their options by name: `nn.avg_pool(x, window_shape=(2, 2))`."
+        )
+        raise
     path.write_bytes(model.SerializeToString())
 
 

@@ -124,6 +124,7 @@ class FunctionalEngine(EngineLogs):
     def mark_dirty(self) -> None:
         """A hand-written step reads nothing from the module."""
 
+    ensure_optimizer_states = ensure_gradient_buffer = reset_optimizer_states = refresh_nnx = mark_dirty
     modes_changed = sync_modes = check_constants = create_from_example = host_code_ran = mark_dirty
 
     def ensure_created(self, stage: str, batch: Any, scalars: Any) -> None:
@@ -385,6 +386,10 @@ class FunctionalEngine(EngineLogs):
 
     def zero_grad(self) -> None:
         """There is nothing to forget."""
+
+    def is_frozen(self, path: str) -> bool:
+        """Which parameters are trained is up to the step."""
+        return False
 
     def flat_params(self) -> dict[str, Any]:
         """A copy of all parameters by path."""

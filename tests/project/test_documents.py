@@ -17,13 +17,24 @@ def blocks(name: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def test_the_quick_start_of_the_readme_learns_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
+QUICK_STARTS = ("README.md", "docs/zh/README.md")
+
+
+@pytest.mark.parametrize("document", QUICK_STARTS)
+@pytest.mark.parametrize("which", [0, 1], ids=["module", "step"])
+def test_the_quick_starts_learn_the_digits(document: str, which: int, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
-    (quick_start,) = blocks("README.md")
+    code = blocks(document)[which]
     names: dict[str, object] = {"__name__": "quick_start"}
-    exec(compile(quick_start, "README.md", "exec"), names)
+    exec(compile(code, document, "exec"), names)
     accuracy = float(capsys.readouterr().out.strip().splitlines()[-1])
     assert accuracy > 0.85
+
+
+def test_the_quick_starts_in_both_languages_are_the_same_code() -> None:
+    english, chinese = map(blocks, QUICK_STARTS)
+    assert len(english) == 2
+    assert english == chinese
 
 
 def test_the_side_by_side_of_the_migration_guide_is_the_code_of_the_examples() -> None:
@@ -32,7 +43,9 @@ def test_the_side_by_side_of_the_migration_guide_is_the_code_of_the_examples() -
     assert ours in (ROOT / "examples" / "fashion_mnist_linen.py").read_text()
 
 
-@pytest.mark.parametrize("document", ["README.md", "MIGRATION.md", "docs/README.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "MIGRATION.md", "docs/README.md", "docs/guides.md", "docs/zh/README.md"]
+)
 def test_every_file_and_target_that_a_document_names_exists(document: str) -> None:
     text = (ROOT / document).read_text()
     folders = ("examples", "benchmarks", "docs", "tests", "jaxlightning", "adapters")
