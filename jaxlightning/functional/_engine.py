@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ class _NoNetworks:
     jit = True
 
     def __init__(self) -> None:
+        self.owners: dict[str, Any] = {}
         self.optimizers: list[Any] = []
         self.linen: dict[str, Any] = {}
         self.names = [NETWORK]
@@ -81,18 +82,18 @@ class FunctionalEngine(EngineLogs):
             from jaxlightning.parallel import make_strategy
 
             strategy = make_strategy()
+        # The tree of `EngineState` stays empty: what a hand-written step carries is in `held`.
+        super().__init__(cast("Any", _NoNetworks()), strategy)
         self.module = module
-        self.strategy = strategy
         self.jit = jit
         self.seed = seed
         self.detect_anomaly = detect_anomaly
         self.checks = checkify
-        self.binding: Any = _NoNetworks()
         self.tables: dict[str, SlotTable] = {}
         self._eval_acc: dict[str, Any] = {}
         self._train_acc: Any = None
         self.on_variables_created: list[Callable[[], None]] = []
-        self.has_variables, self.has_gradients, self.keep_gradients = True, False, False
+        self.has_variables = True
         self.trace_counts: dict[str, int] = {}
         self.updates = 0
         self.held: Held = module.steps.held
