@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlightning.compile.batch_mask import BatchMask
 from jaxlightning.compile.effects import INTERNAL, has_networks
 from jaxlightning.compile.freezing import Decision, decide, patterns_of
+from jaxlightning.compile.host_trainer import NoTrainer
 from jaxlightning.compile.networks import stamp_origin
 from jaxlightning.compile.paths import flatten, merge
 from jaxlightning.compile.selection import ParameterSelection, TrainableSelection
@@ -218,9 +219,11 @@ class JaxLightningModule(ModuleArrays, ModuleLogging, ModuleHooks, Hyperparamete
         Raises:
             RuntimeError: If the module is not attached to one.
         """
-        if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`.")
         trace = current_trace()
+        if self._trainer is None:
+            if trace is not None and trace.creating:
+                return NoTrainer(type(self).__name__)  # type: ignore[return-value]
+            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`.")
         if trace is not None and trace.view is not None and not asked_by_us():
             view: Trainer = trace.view
             return view

@@ -327,6 +327,7 @@ class CheckpointConnector:
         self.restore_loops()
         if self._is_fit():
             self.restore_optimizers_and_schedulers()
+            self.trainer.lightning_module._require_engine().load_numbers(self._loaded.get("numbers") or {})
             self._metrics = self._loaded.get("metrics")
             if self.auto_resumed and self.trainer.fit_loop.was_stopping:
                 self.trainer.should_stop = True

@@ -82,6 +82,9 @@ def _add_training_state(trainer: Trainer, checkpoint: dict[str, Any], sections: 
         for handle, state in zip(trainer.optimizers, optimizer_states, strict=True)
     ]
     checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    numbers = trainer.lightning_module._require_engine().number_values()
+    if numbers:
+        checkpoint["numbers"] = numbers
     if sections.get("scaler") is not None:
         plugin, scaler = trainer.precision_plugin, sections["scaler"]
         options = dataclasses.asdict(plugin.scaler)

@@ -191,6 +191,33 @@ class Engine(EngineLogs):
         """Called when an attribute of the module was set outside a step."""
         self._dirty = True
 
+    def number_values(self) -> dict[str, Any]:
+        """The numbers on the module that steps change, for a checkpoint: `{"self.count": 7}`."""
+        values = {}
+        for key, why in self.effect_facts.host.numbers.items():
+            if why in ("written", "made"):
+                owner, name = self._number(key)
+                value = None if owner is None else owner.__dict__.get(name)
+                if isinstance(value, bool | int | float | np.generic):
+                    values[key] = value.item() if isinstance(value, np.generic) else value
+        return values
+
+    def load_numbers(self, values: dict[str, Any]) -> None:
+        """Restores what `number_values` gave, before or after steps were traced.
+
+        Args:
+            values: By name; those of modules that are not here are left out.
+        """
+        for key, value in values.items():
+            owner, name = self._number(key)
+            if owner is not None:
+                owner.__dict__[name] = value
+        self._dirty = True
+
+    def _number(self, key: str) -> tuple[Any, str]:
+        prefix, _, name = key.removeprefix("self.").rpartition(".")
+        return self.binding.owners.get(f"{prefix}." if prefix else ""), name
+
     def host_code_ran(self) -> None:
         """Called after hooks of the user's: they may have changed what a step reads, without any assignment to see."""
         if self.variants.hidden_reads:

@@ -102,6 +102,31 @@ class TrainerView:
         numbers.assign(key, value, lambda stop: setattr(trainer, name, bool(stop)))
 
 
+class NoTrainer:
+    """What `self.trainer` is while `module.init(batch)` creates variables before there is a trainer.
+
+    The step is run for the sake of its networks only; what it reads here decides nothing that stays.
+    """
+
+    current_epoch = 0
+    global_step = 0
+    num_training_batches = 1
+    is_last_batch = False
+    should_stop = False
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self.callback_metrics: dict[str, Any] = {}
+        self.logged_metrics: dict[str, Any] = {}
+        self.progress_bar_metrics: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"{self._owner} is not attached to a `Trainer`, and its step reads `self.trainer.{name}`: `init(batch)` "
+            "cannot run it. `Trainer.fit` creates the variables by itself."
+        )
+
+
 def _forbidden(key: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
