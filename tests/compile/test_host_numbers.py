@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import random
@@ -266,12 +267,12 @@ class Plain(LightningModule):
     def __init__(self, body: Callable[..., Any], **attributes: Any) -> None:
         super().__init__()
         self.net = nn.Dense(1, use_bias=False)
-        self.__dict__["body"] = body
+        self.body = body
         for name, value in attributes.items():
             setattr(self, name, value)
 
     def training_step(self, batch: Any, batch_idx: Any) -> Any:
-        result = self.__dict__["body"](self, batch, batch_idx)
+        result = self.body(self, batch, batch_idx)
         return None if result is None else 0 * self.net(batch).mean() + result
 
     def configure_optimizers(self) -> Any:
@@ -528,6 +529,89 @@ def test_a_clock_and_a_traced_print_are_hinted_at_once(capsys: pytest.CaptureFix
     assert "time.time()" in texts[0]
     assert "self.print" in texts[1]
     assert capsys.readouterr().out.count("loss") == 2  # once while traced, not again in the run for creation
+
+
+# --- constants elsewhere ----------------------------------------------------------------------------------------------
+
+ALPHA = 1.0
+SETTINGS: dict[str, list[float]] = {"w": [1.0, 2.0]}
+
+
+def _scaled(x: Any) -> Any:
+    return x * ALPHA + SETTINGS["w"][0]
+
+
+@dataclasses.dataclass
+class Config:
+    a: float = 1.0
+    sub: dict[str, float] = dataclasses.field(default_factory=lambda: {"b": 2.0})
+
+
+class Weighted:
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.weight
+
+
+def _closure(k: float) -> tuple[Callable[[Any], Any], Callable[[float], None]]:
+    def add(x: Any) -> Any:
+        return x + k
+
+    def change(value: float) -> None:
+        nonlocal k
+        k = value
+
+    return add, change
+
+
+class Elsewhere(Plain):
+    gamma = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(self.loss, config=Config(), weigh=Weighted(), numbers=[1, 2, 3], table=np.ones(3))
+        self.save_hyperparameters({"beta": 1.0})
+        self.add, self.change = _closure(0.5)
+
+    @staticmethod
+    def loss(self: Any, batch: Any, batch_idx: Any) -> Any:
+        x = self.weigh(batch.mean() * self.gamma * self.config.a * self.config.sub["b"])
+        return self.add(_scaled(x * sum(self.numbers) * self.table.sum() * self.hparams.beta))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "an object": lambda module: setattr(module.config, "a", 2.0),
+    "a dictionary in an object": lambda module: module.config.sub.update(b=3.0),
+    "a callable": lambda module: setattr(module.weigh, "weight", 0.5),
+    "a list": lambda module: module.numbers.append(4),
+    "a NumPy array": lambda module: module.table.__setitem__(0, 5.0),
+    "hparams": lambda module: module.hparams.update(beta=2.0),
+    "a class attribute": lambda module: setattr(Elsewhere, "gamma", 0.25),
+    "a global": lambda module: globals().update(ALPHA=3.0),
+    "a list in a global": lambda module: SETTINGS["w"].__setitem__(0, 7.0),
+    "a closure": lambda module: module.change(9.0),
+}
+
+
+def _run_elsewhere(jit: bool) -> Elsewhere:
+    module, changes = Elsewhere(), list(CHANGES.values())
+    module.found = losses(
+        module, len(changes) + 1, jit=jit, between=lambda i: changes[i](module) if i < len(changes) else None
+    )
+    return module
+
+
+def test_a_constant_outside_the_module_is_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for jit in (True, False):
+        monkeypatch.setitem(globals(), "ALPHA", 1.0)
+        monkeypatch.setitem(SETTINGS, "w", [1.0, 2.0])
+        monkeypatch.setattr(Elsewhere, "gamma", 1.0)
+        found.append(_run_elsewhere(jit))
+    np.testing.assert_allclose(found[0].found, found[1].found, rtol=1e-5)
+    assert found[0]._engine is not None
+    assert found[0]._engine.trace_counts == {"train": len(CHANGES) + 1}
 
 
 # --- what the step changed on other objects ---------------------------------------------------------------------------
