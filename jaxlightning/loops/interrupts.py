@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jaxlightning.checkpoint._resolve import hpc_save_path, on_slurm
 from jaxlightning.loops.call import call_callback_hooks, call_lightning_datamodule_hook
 from jaxlightning.utilities.exceptions import SIGTERMException
 from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -89,8 +92,37 @@ def _save_interrupted(trainer: Trainer) -> None:
     trainer.save_checkpoint(os.path.join(directory, "interrupted.ckpt"))
 
 
+def requeue(trainer: Trainer) -> None:
+    """Save `hpc_ckpt_<n>.ckpt` and ask SLURM to run the job again; training goes on until SLURM ends it.
+
+    Args:
+        trainer: The trainer; the next run of the job finds the checkpoint in its `default_root_dir`.
+    """
+    for logger in trainer.loggers:
+        logger.finalize("finished")
+    path = hpc_save_path(trainer.default_root_dir)
+    trainer.save_checkpoint(path)
+    trainer._checkpoint_connector.writer.wait()  # on disk, before the job may be gone
+    if not trainer.is_global_zero:
+        return
+    parts = [os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")]
+    job = "_".join(part for part in parts if part) if all(parts) else os.environ.get("SLURM_JOB_ID", "")
+    if not re.fullmatch(r"[0-9]+(_[0-9]+)?", job):
+        rank_zero_warn(f"The job was saved to {path}, but SLURM_JOB_ID={job!r} is no job that could be requeued.")
+        return
+    try:
+        code = subprocess.run(["scontrol", "requeue", job], check=False).returncode
+    except OSError as error:
+        rank_zero_warn(f"The job was saved to {path}, but `scontrol requeue {job}` cannot be run: {error}.")
+        return
+    if code == 0:
+        rank_zero_info("Requeued SLURM job: %s", job)
+    else:
+        rank_zero_warn(f"The job was saved to {path}, but `scontrol requeue {job}` failed with code {code}.")
+
+
 class SignalConnector:
-    """Turns SIGINT and SIGTERM into flags that the loops look at between two batches.
+    """Turns SIGINT, SIGTERM and a SLURM job's SIGUSR1 into flags that the loops look at between two batches.
 
     A step donates its state; an exception thrown in the middle of one could leave none. So the first signal only asks
     to stop, and a second Ctrl-C raises where the program stands.
@@ -103,18 +135,22 @@ class SignalConnector:
         self.trainer = trainer
         self.received_sigterm = False
         self.received_sigint = False
+        self.received_requeue = False
         self.pending = False
         self._previous: dict[int, Any] = {}
 
     def register(self) -> None:
         """Install the handlers; only in the main thread, and beside handlers that the user installed."""
-        self.received_sigterm = self.received_sigint = self.pending = False
+        self.received_sigterm = self.received_sigint = self.received_requeue = self.pending = False
         if threading.current_thread() is not threading.main_thread():
             return
         self._install(signal.SIGTERM, self._on_sigterm)
         # A handler of the user's own for Ctrl-C is the user's decision.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._install(signal.SIGINT, self._on_sigint)
+        if on_slurm() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            rank_zero_info("SLURM auto-requeueing enabled: SIGUSR1 saves a checkpoint and requeues the job.")
+            self._install(signal.SIGUSR1, self._on_requeue)
 
     def _install(self, number: int, handler: Callable[[int, Any], None]) -> None:
         previous = signal.getsignal(number)
@@ -138,6 +174,10 @@ class SignalConnector:
             "Ctrl-C: the step that is running finishes and what is due is saved. Press Ctrl-C again to stop at once."
         )
 
+    def _on_requeue(self, number: int, frame: Any) -> None:
+        rank_zero_info("Received SIGUSR1: the step that is running finishes, then the job is saved and requeued.")
+        self.received_requeue = self.pending = True
+
     def check(self) -> None:
         """Raise what a received signal asks for; the loops call it between batches when `pending` is set.
 
@@ -151,6 +191,9 @@ class SignalConnector:
         if self.received_sigint:
             self.pending = False
             raise KeyboardInterrupt
+        if self.received_requeue:
+            self.received_requeue = self.pending = False
+            requeue(self.trainer)
 
     def teardown(self) -> None:
         """Put back the handlers that were there before."""

@@ -119,3 +119,56 @@ def test_a_script_ends_with_the_right_exit_code(name: str, code: int, tmp_path: 
     done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert "REACHED" not in done.stdout
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job of SLURM whose `scontrol` notes what it is asked."""
+    command = tmp_path / "bin" / "scontrol"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "123", "SLURM_JOB_NAME": "train"}.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+@pytest.mark.catalogue("RS25")
+def test_a_slurm_job_saves_and_is_requeued_between_two_steps(slurm: Path) -> None:
+    sender = Sender(signal.SIGUSR1)
+    trainer = pl.Trainer(callbacks=[sender], default_root_dir=slurm, enable_checkpointing=False, **QUIET)
+    trainer.fit(TinyModule(), loader(20))
+    assert (slurm / "asked").read_text() == "requeue 123\n"
+    assert trainer.global_step == 10  # SLURM ends the process, not we
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert (slurm / "hpc_ckpt_1.ckpt").is_dir()
+    again = pl.Trainer(default_root_dir=slurm, enable_checkpointing=False, **QUIET)
+    again.fit(TinyModule(), loader(20))  # the job runs again, with nothing changed
+    assert again.ckpt_path == str(slurm / "hpc_ckpt_1.ckpt")
+    assert again.global_step == 10
+
+
+def test_an_array_job_and_a_missing_scontrol(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    options = {"default_root_dir": slurm, "enable_checkpointing": False, **QUIET}
+    pl.Trainer(callbacks=[Sender(signal.SIGUSR1)], **options).fit(TinyModule(), loader(20))
+    assert (slurm / "asked").read_text() == "requeue 7_2\n"
+    (slurm / "bin" / "scontrol").write_text("#!/bin/sh\nexit 3\n")
+    trainer = pl.Trainer(callbacks=[Sender(signal.SIGUSR1)], **{**options, "default_root_dir": slurm / "b"})
+    with pytest.warns(UserWarning, match="failed with code 3"):
+        trainer.fit(TinyModule(), loader(20))
+    assert (slurm / "b" / "hpc_ckpt_1.ckpt").is_dir()
+
+
+def test_outside_of_slurm_sigusr1_is_not_ours(tmp_path: Path) -> None:
+    calls: list[int] = []
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
+    try:
+        pl.Trainer(
+            callbacks=[Sender(signal.SIGUSR1)], default_root_dir=tmp_path, enable_checkpointing=False, **QUIET
+        ).fit(TinyModule(), loader(20))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert calls == [signal.SIGUSR1]
