@@ -77,7 +77,8 @@ def keys(value: Any, depth: int) -> Any:
     return {str(k): keys(v, depth - 1) for k, v in value.items()} if isinstance(value, dict) and depth else None
 
 
-@pytest.mark.catalogue("DM03")
+@pytest.mark.catalogue("DM03", "MC28", "MC36")
+@pytest.mark.catalogue("RS01", adaptation="the same keys; a directory, with the arrays in items of their own")
 def test_a_checkpoint_has_lightnings_keys(fitted):
     want = golden("checkpoint_contents")["last.ckpt"]
     body = StoredCheckpoint(fitted[1] / "last.ckpt").body()
@@ -96,6 +97,7 @@ def test_a_checkpoint_has_lightnings_keys(fitted):
     assert [type(body[key]) for key in ("optimizer_states", "lr_schedulers")] == [list, list]
 
 
+@pytest.mark.catalogue("RS02")
 def test_weights_only_leaves_out_what_training_needs(fitted):
     want = golden("checkpoint_contents")["save_checkpoint_weights_only_after_fit"]
     t, root = fitted

@@ -316,6 +316,7 @@ def test_loggers_hear_of_each_checkpoint_after_it(tmp_path):
 # --- exceptions ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.catalogue("MC25", adaptation="the state of the last step that did finish is saved; its arrays are alive")
 @pytest.mark.parametrize("where", ["on_train_start", "on_validation_start", "on_train_epoch_end"])
 def test_an_exception_anywhere_saves_the_state_of_the_last_step(tmp_path, where):
     class Raising(pl.Callback):

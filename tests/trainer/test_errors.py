@@ -207,6 +207,8 @@ OUR_WORDS = {
 @pytest.mark.filterwarnings("ignore:.*test.ckpt_path.*:UserWarning")
 @pytest.mark.parametrize("name", RAISES)
 @pytest.mark.catalogue(
+    "MC35",
+    "RS18",
     "TF31",
     "TF33",
     "TF35",
