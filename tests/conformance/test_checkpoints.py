@@ -263,6 +263,26 @@ def test_what_a_fit_and_the_other_verbs_restore(tmp_path: Path) -> None:
     assert [each[1] for each in found[:3]] == [0, 0, 0]
 
 
+@pytest.mark.catalogue("RS27")
+def test_nothing_of_a_loaded_checkpoint_is_kept(tmp_path: Path) -> None:
+    def scenario(side: Side) -> Any:
+        t = side.trainer(max_epochs=1, **EPOCHS)
+        t.fit(logging_module(side))
+        t.save_checkpoint(tmp_path / f"{side.name}.ckpt")
+        other = side.trainer(max_epochs=2, **EPOCHS)
+        during: list[int] = []
+        hooks = events_callback(
+            side, ["on_load_checkpoint"], lambda hook, t, m, checkpoint: during.append(len(checkpoint))
+        )
+        other.callbacks.append(hooks)
+        other.fit(logging_module(side), ckpt_path=tmp_path / f"{side.name}.ckpt")
+        connector = other._checkpoint_connector
+        kept = connector._loaded if side.ours else connector._loaded_checkpoint
+        return [each > 0 for each in during], len(kept)
+
+    same(scenario)
+
+
 @pytest.mark.catalogue("RS14")
 def test_a_run_that_failed_in_validation_finishes_it_first(tmp_path: Path) -> None:
     def scenario(side: Side) -> Any:
@@ -304,7 +324,7 @@ def test_a_run_that_failed_in_validation_finishes_it_first(tmp_path: Path) -> No
 
     (failed, theirs), (ours_failed, ours) = both(scenario)
     assert ours_failed == failed
-    # Here 2.6.6 goes on with the next batch; the row's words, and those about RS12, are that the validation comes first.
+    # Here 2.6.6 goes on with the next batch; the row's words, and RS12's, are that the validation comes first.
     assert ours == [["v", 0], ["v", 0], *theirs]
 
 
