@@ -195,7 +195,7 @@ class ManualRun(ManualBase):
         rest, treedef = jax.tree_util.tree_flatten(state)
         avals = [aval_of(self.raw[leaf]) for leaf in self.owned] + [aval_of(value) for value in rest]
         names = [self.paths[leaf] for leaf in self.owned]
-        event = Cut(avals, hook, len(self.owned), index, loss is not None, treedef, names)
+        event = Cut(avals, hook, len(self.owned), index, loss is not None, len(self.plan.steps), treedef, names)
         operands = [*(self.gradients[leaf] for leaf in self.owned), *rest, *([] if loss is None else [loss])]
         results = emit(event, *operands)
         self.gradients.update(zip(self.owned, results[: len(self.owned)], strict=True))

@@ -170,7 +170,7 @@ class EagerRun(ManualBase):
             {self.paths[leaf]: value for leaf, value in self.gradients.items()},
         )
         with undisturbed(self.binding):
-            after = run_hook(self.binding.engine, hook, state, index, loss)
+            after = run_hook(self.binding.engine, hook, state, index, loss, len(self.plan.steps))
         self.gradients = {leaf: after.gradients[self.paths[leaf]] for leaf in self.gradients}
         self.raw, self.opt_states = jax.tree_util.tree_leaves(after.params), list(after.opt_states)
         self.trace.variables.update(after.variables)

@@ -30,7 +30,8 @@ class ManualSteps:
     Attributes:
         live: Optimizers (by number) that hold gradients now.
         hooks: Overridden hooks that run on the host in the middle of a step.
-        call: Runs a hook on the host: its name, the number of the optimizer or None, the loss or None.
+        call: Runs a hook on the host: its name, the number of the optimizer or None, the loss or None, the number
+            of optimizer steps before it in this batch.
         on_step: Called with the number of optimizer steps when `opt.step()` is called outside of a step.
     """
 
@@ -38,7 +39,7 @@ class ManualSteps:
         self.engine = engine
         self.live: frozenset[int] = frozenset()
         self.hooks: frozenset[str] = frozenset()
-        self.call: Callable[[str, int | None, Any], None] = lambda *_: None
+        self.call: Callable[[str, int | None, Any, int], None] = lambda *_: None
         self.on_step: Callable[[int], None] | None = None
         self._dropped: frozenset[int] = frozenset()
         self._snapshots = 0

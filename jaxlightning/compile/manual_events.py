@@ -192,6 +192,7 @@ class Cut(Event):
         gradients: How many of the operands are gradients.
         index: Number of the optimizer that is about to step, or None.
         has_loss: Whether the last operand (which has no result) is the loss.
+        steps: How many steps of optimizers come before it.
         treedef: Structure of the operands after the gradients: parameters, variables, optimizer states.
         paths: Names of the gradients.
         present: Which of the gradients are there.
@@ -201,6 +202,7 @@ class Cut(Event):
     gradients: int
     index: int | None
     has_loss: bool
+    steps: int
     treedef: Any
     paths: list[str]
     present: list[bool] = field(default_factory=list)

@@ -42,7 +42,7 @@ class HookState:
     gradients: dict[str, Any]
 
 
-def run_hook(engine: Engine, hook: str, state: HookState, index: int | None, loss: Any) -> HookState:
+def run_hook(engine: Engine, hook: str, state: HookState, index: int | None, loss: Any, steps: int) -> HookState:
     """Runs a hook with the engine's state as it is at this moment of the step.
 
     Args:
@@ -51,6 +51,7 @@ def run_hook(engine: Engine, hook: str, state: HookState, index: int | None, los
         state: The moment's state.
         index: Number of the optimizer that is about to step, or None.
         loss: The loss of the backward call, or None.
+        steps: How many steps of optimizers came before it in this batch.
 
     Returns:
         The state after the hook.
@@ -64,7 +65,7 @@ def run_hook(engine: Engine, hook: str, state: HookState, index: int | None, los
         )
     )  # fmt: skip
     engine._nnx_stale = True
-    engine.manual.call(hook, index, loss)
+    engine.manual.call(hook, index, loss, steps)
     if engine._nnx_exposed:
         engine._adopt_nnx()
     after = engine.tree
@@ -170,7 +171,7 @@ class SegmentedStep:
             if there
         }
         state = HookState(params, variables, opt_states, gradients)
-        after = run_hook(self._engine, event.hook, state, event.index, loss)
+        after = run_hook(self._engine, event.hook, state, event.index, loss, event.steps)
         rest = jax.tree_util.tree_leaves((after.params, after.variables, after.opt_states))
         found = [after.gradients.get(path, old) for path, old in zip(event.paths, operands[:count], strict=True)]
         env.update(zip(equation.outvars, [*found, *rest], strict=True))

@@ -39,12 +39,15 @@ class ManualStep:
         self.steps.hooks = frozenset(
             name for name in HOOKS if hooks.module(name) is not None or (name != "backward" and hooks.any(name))
         )
+        self._counted = 0
         self.steps.on_step = self.count
         self.steps.call = self._hook
 
-    def _hook(self, name: str, index: int | None, loss: Any) -> None:
+    def _hook(self, name: str, index: int | None, loss: Any, steps: int) -> None:
         """Runs a hook in the middle of a step: callbacks, then the module."""
         trainer = self.trainer
+        self.count(steps - self._counted)  # hooks see the steps before them
+        self._counted = steps
         args = (loss,) if name in ("on_before_backward", "backward") else ()
         if index is not None:
             args = (trainer.optimizers[index],)
@@ -71,6 +74,7 @@ class ManualStep:
         Returns:
             The engine's StepOutput.
         """
+        self._counted = 0
         profile = self.trainer._active_profiler
         if profile is not None:
             profile.start("run_training_batch")
@@ -84,5 +88,5 @@ class ManualStep:
         )
         if profile is not None:
             profile.stop("run_training_batch")
-        self.count(len(out.manual.steps))
+        self.count(len(out.manual.steps) - self._counted)
         return out

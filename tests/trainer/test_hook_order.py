@@ -54,6 +54,20 @@ class Base(TinyModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.sched}}
 
 
+class Manual(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        opt = self.optimizers()
+        loss = self._loss(batch)
+        opt.zero_grad()
+        self.manual_backward(loss)
+        opt.step()
+        return loss
+
+
 class Data(pl.LightningDataModule):
     def prepare_data(self) -> None:
         pass
@@ -79,8 +93,10 @@ class Stateful(pl.Callback):
         return {"cb": 1}
 
 
-def build(sink: list[dict[str, Any]], datamodule: bool, sched: str = "epoch") -> tuple[Any, Any, Any, Any]:
-    module = traced(Base, MODULE_HOOKS, "module", sink, lambda self, args: self._trainer)()
+def build(
+    sink: list[dict[str, Any]], datamodule: bool, sched: str = "epoch", base: type = Base
+) -> tuple[Any, Any, Any, Any]:
+    module = traced(base, MODULE_HOOKS, "module", sink, lambda self, args: self._trainer)()
     module.sched = sched
 
     def trainer_of(self: Any, args: tuple[Any, ...]) -> Any:
@@ -91,9 +107,11 @@ def build(sink: list[dict[str, Any]], datamodule: bool, sched: str = "epoch") ->
     return module, callback, data, RecordingLogger(sink)
 
 
-def fit(root: Path, datamodule: bool = True, sched: str = "epoch", acc: int = 1, **flags: Any) -> list[dict[str, Any]]:
+def fit(
+    root: Path, datamodule: bool = True, sched: str = "epoch", acc: int = 1, base: type = Base, **flags: Any
+) -> list[dict[str, Any]]:
     sink: list[dict[str, Any]] = []
-    module, callback, data, logger = build(sink, datamodule, sched)
+    module, callback, data, logger = build(sink, datamodule, sched, base)
     trainer = pl.Trainer(
         default_root_dir=root,
         max_epochs=2,
@@ -156,6 +174,18 @@ def test_eager_fit_calls_every_hook_in_lightnings_order(name: str, tmp_path: Pat
 @pytest.mark.catalogue("LP02", adaptation="the counter lives on the host")
 def test_compiled_fit_calls_every_hook_in_lightnings_order(name: str, tmp_path: Path) -> None:
     assert without_steps(compact(fit(tmp_path, **RUNS[name]))) == without_steps(golden("hooks_compact")[name])
+
+
+@pytest.mark.catalogue(
+    "HK23", "MO01", adaptation="the step is cut into compiled segments, and the hooks run between them"
+)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "compiled"])
+def test_manual_fit_calls_every_hook_in_lightnings_order(jit: bool, tmp_path: Path) -> None:
+    ours = compact(fit(tmp_path, base=Manual, jit=jit))
+    expected = golden("hooks_compact")["fit_manual_opt"]
+    if jit:
+        ours, expected = without_steps(ours), without_steps(expected)
+    assert ours == expected
 
 
 @pytest.mark.parametrize("name", OTHERS)
