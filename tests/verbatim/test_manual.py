@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import flax.linen as nn
@@ -336,3 +337,232 @@ def test_schedulers_stepped_by_hand() -> None:
         round(0.1 * 0.9**12, 9),
         round(0.05 * 0.5**6, 9),
     ]
+
+
+# --- gradient penalty, actor and critic, a teacher --------------------------------------------------------------------
+
+
+def wasserstein_step(self: Any, batch: Any, batch_idx: Any, slope: Any, detach: Any, norm: Any) -> Any:
+    """A WGAN-GP step with two critic updates for each one of the generator."""
+    real, noise = batch
+    opt_g, opt_d = self.optimizers()
+    fake = self.generator(noise)
+    opt_d.zero_grad()
+    between = 0.3 * real + 0.7 * detach(fake)
+    loss_d = self.critic(detach(fake)).mean() - self.critic(real).mean()
+    penalty = ((norm(slope(self.critic, between)) - 1) ** 2).mean()
+    self.manual_backward(loss_d + 10 * penalty)
+    opt_d.step()
+    self.log_dict({"d": loss_d, "penalty": penalty})
+    if batch_idx % 2 == 0:
+        opt_g.zero_grad()
+        loss_g = -self.critic(self.generator(noise)).mean()
+        self.manual_backward(loss_g)
+        opt_g.step()
+        self.log("g", loss_g)
+
+
+class Wasserstein(GAN):
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        def slope(critic: Any, x: Any) -> Any:
+            return jax.grad(lambda x: critic(x).sum())(x)
+
+        def norm(x: Any) -> Any:
+            return jnp.sqrt((x**2).sum(axis=1))
+
+        wasserstein_step(self, batch, batch_idx, slope, jax.lax.stop_gradient, norm)
+
+
+def torch_wasserstein() -> Any:
+    import torch
+
+    def training_step(self: Any, batch: Any, batch_idx: Any) -> Any:
+        def slope(critic: Any, x: Any) -> Any:
+            x = x.requires_grad_(True)
+            return torch.autograd.grad(critic(x).sum(), x, create_graph=True)[0]
+
+        wasserstein_step(self, batch, batch_idx, slope, lambda x: x.detach(), lambda x: x.norm(2, dim=1))
+
+    theirs = torch_gan()
+    type(theirs).training_step = training_step
+    return theirs
+
+
+class NormalisedCritic(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, train: bool = True) -> Any:
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(nn.Dense(8, use_bias=False)(x))
+        return nn.Dense(1)(jnp.tanh(x))
+
+
+class NormalisedWasserstein(Wasserstein):
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = NormalisedCritic()
+
+
+class ActorCritic(pl.LightningModule):
+    """Policy gradient with an advantage; states, actions and returns come in batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.actor = MLP(3)
+        self.critic = MLP(1)
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        states, actions, returns = batch
+        opt_actor, opt_critic = self.optimizers()
+        values = self.critic(states)[:, 0]
+        advantage = returns - jax.lax.stop_gradient(values)
+        logits = self.actor(states)
+        log_probs = jax.nn.log_softmax(logits)
+        chosen = (log_probs * jax.nn.one_hot(actions, 3)).sum(axis=1)
+        entropy = -(jnp.exp(log_probs) * log_probs).sum(axis=1).mean()
+        actor_loss = -(chosen * advantage).mean() - 0.01 * entropy
+        critic_loss = ((returns - values) ** 2).mean()
+        opt_actor.zero_grad()
+        self.manual_backward(actor_loss)
+        opt_actor.step()
+        opt_critic.zero_grad()
+        self.manual_backward(critic_loss)
+        self.clip_gradients(opt_critic, gradient_clip_val=0.5)
+        opt_critic.step()
+        self.log_dict({"actor": actor_loss, "critic": critic_loss, "entropy": entropy})
+        return {"loss": actor_loss + critic_loss}
+
+    def configure_optimizers(self) -> Any:
+        return [
+            {"optimizer": optax.adam(3e-3), "params": self.actor},
+            {"optimizer": optax.adam(1e-2), "params": self.critic},
+        ]
+
+
+def torch_actor_critic() -> Any:
+    import lightning.pytorch as lightning
+    import torch
+
+    class Theirs(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.actor = torch_mlp(6, 3)
+            self.critic = torch_mlp(6, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            states, actions, returns = batch
+            opt_actor, opt_critic = self.optimizers()
+            values = self.critic(states)[:, 0]
+            advantage = returns - values.detach()
+            log_probs = torch.log_softmax(self.actor(states), dim=1)
+            chosen = (log_probs * torch.nn.functional.one_hot(actions, 3)).sum(dim=1)
+            entropy = -(log_probs.exp() * log_probs).sum(dim=1).mean()
+            actor_loss = -(chosen * advantage).mean() - 0.01 * entropy
+            critic_loss = ((returns - values) ** 2).mean()
+            opt_actor.zero_grad()
+            self.manual_backward(actor_loss)
+            opt_actor.step()
+            opt_critic.zero_grad()
+            self.manual_backward(critic_loss)
+            self.clip_gradients(opt_critic, gradient_clip_val=0.5)
+            opt_critic.step()
+            self.log_dict({"actor": actor_loss, "critic": critic_loss, "entropy": entropy})
+            return {"loss": actor_loss + critic_loss}
+
+        def configure_optimizers(self) -> Any:
+            adam = torch.optim.Adam
+            return [adam(self.actor.parameters(), lr=3e-3), adam(self.critic.parameters(), lr=1e-2)]
+
+    return Theirs()
+
+
+class Teacher(pl.LightningModule):
+    """BYOL's idea with manual steps: a predictor on the student chases a teacher that follows the student slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.student = MLP(4)
+        self.teacher = copy.deepcopy(self.student)
+        self.predictor = nn.Dense(4)
+        self.freeze(self.teacher)
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        one, other = batch
+        opt = self.optimizers()
+        target = jax.lax.stop_gradient(self.teacher(other))
+        loss = ((self.predictor(self.student(one)) - target) ** 2).mean()
+        opt.zero_grad()
+        self.manual_backward(loss)
+        opt.step()
+        self.teacher.params = jax.tree.map(lambda t, s: 0.9 * t + 0.1 * s, self.teacher.params, self.student.params)
+        self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return {"optimizer": optax.sgd(0.1), "params": [self.student, self.predictor]}
+
+
+def torch_teacher() -> Any:
+    import lightning.pytorch as lightning
+    import torch
+
+    class Theirs(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.student = torch_mlp(6, 4)
+            self.teacher = torch_mlp(6, 4)
+            self.predictor = torch.nn.Linear(4, 4)
+            for p in self.teacher.parameters():
+                p.requires_grad = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            one, other = batch
+            opt = self.optimizers()
+            loss = ((self.predictor(self.student(one)) - self.teacher(other)) ** 2).mean()
+            opt.zero_grad()
+            self.manual_backward(loss)
+            opt.step()
+            with torch.no_grad():
+                for t, s in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    t.mul_(0.9).add_(0.1 * s)
+            self.log("loss", loss)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([*self.student.parameters(), *self.predictor.parameters()], lr=0.1)
+
+    return Theirs()
+
+
+@pytest.mark.lightning
+def test_a_wgan_with_gradient_penalty_and_several_critic_steps() -> None:
+    out = check(Wasserstein, (REAL, NOISE), beside=Beside(torch_wasserstein, GAN_LAYERS))
+    assert out.trainer.global_step == 24 + 12
+
+
+def test_a_wgan_critic_with_batch_normalisation() -> None:
+    out = check(NormalisedWasserstein, (REAL, NOISE))
+    moved = out.state["critic.batch_stats.BatchNorm_0.mean"]
+    assert np.abs(moved).max() > 0
+
+
+@pytest.mark.lightning
+def test_an_actor_and_a_critic() -> None:
+    rng = np.random.RandomState(1)
+    data = (rng.randn(32, 6), rng.randint(0, 3, 32), rng.randn(32))
+    layers = {
+        "actor.Dense_0": "actor.0",
+        "actor.Dense_1": "actor.2",
+        "critic.Dense_0": "critic.0",
+        "critic.Dense_1": "critic.2",
+    }
+    check(ActorCritic, data, beside=Beside(torch_actor_critic, layers))
+
+
+@pytest.mark.lightning
+@pytest.mark.filterwarnings("ignore:Found 1 module")
+def test_a_teacher_that_follows_the_student() -> None:
+    layers = {f"{net}.Dense_{i}": f"{net}.{2 * i}" for net in ("student", "teacher") for i in (0, 1)}
+    data = (REAL, REAL + 0.1 * RNG.randn(32, 6))
+    out = check(Teacher, data, beside=Beside(torch_teacher, {**layers, "predictor": "predictor"}))
+    assert np.abs(out.state["teacher.Dense_0.kernel"] - out.state["student.Dense_0.kernel"]).max() > 0
