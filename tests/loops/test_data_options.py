@@ -154,6 +154,29 @@ def test_the_indices_of_prefetched_predictions_belong_to_their_batch() -> None:
     assert found == [([0.0, 1.0], [0, 1]), ([2.0, 3.0], [2, 3]), ([4.0, 5.0], [4, 5])]
 
 
+def test_an_accelerator_gets_its_batches_from_the_thread_and_a_cpu_gets_numpy() -> None:
+    import types
+
+    import jax
+
+    from jaxlightning.loops.prefetching import to_device
+
+    assert to_device(types.SimpleNamespace(root_device=jax.devices()[0])) is None
+    # No accelerator here: a strategy that says it has one, and places leaves on the second simulated device.
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    strategy = types.SimpleNamespace(
+        root_device=types.SimpleNamespace(platform="gpu"), batch_sharding=lambda leaf: place
+    )
+    move = to_device(strategy)
+    assert move is not None
+    batch = {"x": np.arange(4.0, dtype=np.float32), "names": ["a"], "o": np.array(["b"], dtype=object), "n": None}
+    moved = next(iter(PrefetchedSource(as_source(lambda: iter([batch])), 1, move)))
+    assert isinstance(moved["x"], jax.Array)
+    assert moved["x"].devices() == {jax.devices()[1]}
+    np.testing.assert_array_equal(moved["x"], batch["x"])
+    assert (moved["names"], moved["o"].tolist(), moved["n"]) == (["a"], ["b"], None)
+
+
 @pytest.mark.parametrize("value", [-1, True, 1.5, "2"])
 def test_bad_numbers_of_batches_to_prefetch_raise(value: Any) -> None:
     with pytest.raises(ValueError, match="`prefetch_batches` must be"):
