@@ -223,7 +223,8 @@ class ForeignNetwork(LinenNetwork):
             raise AttributeError(
                 f"Network `self.{self._path}` ({self._module!r}) is one function: it has no method {method!r}."
             )
-        return type(self._module).apply
+        function: Callable[..., Any] = type(self._module).apply
+        return function
 
     def _with_mode(self, function: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         if isinstance(self._module, EquinoxNetwork):
@@ -321,7 +322,7 @@ def _is_parameter(leaf: Any) -> bool:
 
 
 def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
+    return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
 
 
 def _words(path: Any) -> tuple[str, ...]:

@@ -75,11 +75,11 @@ def write_tflite(function: Callable[..., Any], inputs: Any, path: Path, *, batch
 
 def write_onnx(function: Callable[..., Any], inputs: Any, path: Path, *, batch: int | None) -> None:
     """An ONNX graph, made by jax2onnx; inputs are `x0`, `x1`, ... unless `forward` names them."""
-    converter = need("jax2onnx", "onnx")
+    converter = need("jax2onnx", "onnx", "onnx")
     shapes = jax.tree.leaves(input_shapes(inputs, 1))
     given = [("B" if batch is None else batch, *shape.shape[1:]) for shape in shapes]
     specs = [
-        jax.ShapeDtypeStruct(size, shape.dtype) if batch is not None else size
+        jax.ShapeDtypeStruct(size, shape.dtype) if batch is not None else size  # type: ignore[no-untyped-call]
         for size, shape in zip(given, shapes, strict=True)
     ]
     if batch is None and any(shape.dtype != np.float32 for shape in shapes):

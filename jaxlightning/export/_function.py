@@ -87,7 +87,7 @@ def input_shapes(inputs: Any, batch: int | None) -> tuple[Any, ...]:
             raise MisconfigurationException(
                 "An input of an export must have the batch on axis 0, and one of them is a single number."
             )
-        return jax.ShapeDtypeStruct((size, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype))
+        return jax.ShapeDtypeStruct((size, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype))  # type: ignore[no-untyped-call]
 
     given = inputs if isinstance(inputs, tuple) else (inputs,)
     return tuple(jax.tree.map(shape, given))

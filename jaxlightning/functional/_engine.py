@@ -186,12 +186,13 @@ class FunctionalEngine(EngineLogs):
         """What runs batches between which nothing is due; None before the first one."""
         if self._program is None or not self._plan.metas or self.detect_anomaly or self._spread:
             return None
-        return RepeatedProgram(self.held, self._program, self._finish_repeated)
+        program = self._program
 
-    def _finish_repeated(self, count: int, parts: Any, rate: Any, micro_step: int) -> StepResult:
-        self.updates += count
-        rates = self._program.rate if self._program is not None else self._rate
-        return StepResult(self._plan, Values(self._reader, parts, rate, rates, micro_step))
+        def finish(count: int, parts: Any, rate: Any, micro_step: int) -> StepResult:
+            self.updates += count
+            return StepResult(self._plan, Values(self._reader, parts, rate, program.rate, micro_step))
+
+        return RepeatedProgram(self.held, program, finish)
 
     def grad_step(self, *args: Any, **options: Any) -> Any:
         """There is no place between gradient and update in a hand-written step.
@@ -382,8 +383,12 @@ class FunctionalEngine(EngineLogs):
 
     @property
     def grads(self) -> Any:
-        """The gradients stay inside a hand-written step."""
+        """None: the gradients stay inside a hand-written step."""
         return None
+
+    @grads.setter
+    def grads(self, value: Any) -> None:
+        self.grad_step()
 
     def zero_grad(self) -> None:
         """There is nothing to forget."""
