@@ -352,10 +352,10 @@ def train_step(
     if options.manual is not None:
         run = manual_train_step if binding.jit else eager_train_step
         carried = _carried(binding, state.attributes)
-        new, values, states, arrays, flags, trace = run(
+        new, values, states, returned, flags, trace = run(
             binding, table, info, options, state, carried, _numbers(info, False), batch, scalars, seed, floats
         )
-        return new.replace(attributes=_values(trace)), values, states, arrays, flags, _leave(info, trace)
+        return new.replace(attributes=_values(trace)), values, states, returned, flags, _leave(info, trace)
     owned = _nothing if not binding.optimizers else binding.owned
     old = state
     policy = binding.precision

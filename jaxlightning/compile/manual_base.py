@@ -94,7 +94,7 @@ class OptimizerUpdate:
         self._binding = run.binding
         self._handle = handle
         self._frozen = run.frozen
-        self._shape = jax.tree_util.tree_structure(nested if own is None else select(nested, own))
+        self._shape: Any = jax.tree_util.tree_structure(nested if own is None else select(nested, own))
         self._count = self._shape.num_leaves
         self._rest = jax.tree_util.tree_structure((run.opt_states[index], run.guards))
 

@@ -138,7 +138,8 @@ class SegmentedStep:
                 )
                 compiled = compiled.trace(*example).lower().compile()
             else:
-                shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands)
+                struct: Any = jax.ShapeDtypeStruct
+                shapes = tuple(struct(v.aval.shape, v.aval.dtype) for v in operands)
                 compiled = strategy.jit(_tuple(inner), shapes, donate=(), batch=None).lower(*shapes).compile()
             self._segments.append((operands, results, compiled))
         self._invars = known

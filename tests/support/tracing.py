@@ -274,16 +274,26 @@ def traced(base: type, hooks: list[str], who: str, sink: list[dict[str, Any]], t
 
     space = {name: make(name) for name in hooks}
     for name in STEPS & set(hooks):
-        space[name] = _step(name, who, sink, trainer_of, holder)
+        space[name] = _step(name, who, _Sink(sink), trainer_of, holder)
     holder.append(type("Traced" + base.__name__, (base,), space))
     return holder[0]  # type: ignore[no-any-return]
 
 
-def _step(name: str, who: str, sink: list[dict[str, Any]], trainer_of: Any, holder: list[Any]) -> Any:
+class _Sink:
+    """Where events go. A step that had the list itself in its closure would be compiled anew for every change of it."""
+
+    __slots__ = ("append",)
+
+    def __init__(self, sink: list[dict[str, Any]]) -> None:
+        self.append = sink.append
+
+
+def _step(name: str, who: str, sink: _Sink, trainer_of: Any, holder: list[Any]) -> Any:
     def hook(self: Any, batch: Any, batch_idx: Any) -> Any:
         index = batch_idx if isinstance(batch_idx, int) else 0
         trace = current_trace()
-        if trace is None or not trace.silent:  # run again for the gradients only: not the user's call
+        compiled = trace is not None and not isinstance(batch_idx, int)  # traced: not a call that a user would see
+        if not compiled and (trace is None or not trace.silent):  # nor is a run for the gradients only
             sink.append(
                 {"who": who, "hook": name, "args": [f"list[{len(batch)}]", index], "at": _snap(trainer_of(self, ()))}
             )
