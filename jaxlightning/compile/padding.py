@@ -42,6 +42,8 @@ class BatchPadding:
         self._largest: dict[tuple[str, int | None], int] = {}
         # For each loader and structure: which leaves have one row per sample, and how long the others were.
         self._lengths: dict[Any, list[int | None]] = {}
+        self._met: set[tuple[str, int | None]] = set()
+        self._masks: dict[tuple[int, int], Any] = {}
 
     def __call__(self, stage: str, dataloader_idx: int | None, batch: Any) -> tuple[PaddedBatch, int]:
         """Pad one batch.
@@ -61,6 +63,9 @@ class BatchPadding:
         where = ("validate" if stage == "sanity_check" else stage, dataloader_idx)
         rows = first_batch_size(batch)
         size = self._size_for(where, rows)
+        if rows == size and where in self._met:
+            return PaddedBatch(batch, self._mask(rows, size)), rows  # nearly all batches
+        self._met.add(where)
         leaves, treedef = jax.tree_util.tree_flatten(batch, is_leaf=_is_list_of_text)
         lengths = self._lengths.setdefault((where, treedef), [_length(leaf) for leaf in leaves])
         padded = []
@@ -72,8 +77,14 @@ class BatchPadding:
                 padded.append(_repeat(leaf, rows, size))
             else:
                 raise MisconfigurationException(_odd_leaf(batch, position, length, rows, stage))
-        mask = np.arange(size) < rows
-        return PaddedBatch(jax.tree_util.tree_unflatten(treedef, padded), mask), rows
+        return PaddedBatch(jax.tree_util.tree_unflatten(treedef, padded), self._mask(rows, size)), rows
+
+    def _mask(self, rows: int, size: int) -> Any:
+        mask = self._masks.get((rows, size))
+        if mask is None:
+            mask = self._masks[rows, size] = np.arange(size) < rows
+            mask.flags.writeable = False  # a device may share its memory
+        return mask
 
     def _size_for(self, where: tuple[str, int | None], rows: int) -> int:
         if self._size is not None:
