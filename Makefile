@@ -80,9 +80,8 @@ lint: $(READY_TEST)
 	@cd build/lint && MYPYPATH=. $(PY) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p jaxlightning
 
 bench: $(READY_TEST)
-	@$(PY) benchmarks/import_time.py --json benchmarks/results/import_time.json
-	@$(PY) benchmarks/overhead.py --json benchmarks/results/overhead.json
-	@if [ "$(TORCH)" = yes ]; then $(PY) benchmarks/input.py --json benchmarks/results/input.json; fi
+	@$(PIP) install --quiet $(PIPFLAGS) -e ".[bench]" || echo "LEFT OUT: Keras and the pictures, which could not be installed."
+	@$(PY) benchmarks/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -17,7 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torch", "lightning")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torch", "lightning", "keras")
+
+MOST_SPREAD = 0.5
+"""With a larger A/A spread a run shows nothing, and its checks fail."""
 
 
 def use_the_cpu() -> None:
@@ -75,3 +78,95 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
     print(f"written: {path}")
+
+
+class Report:
+    """The checks of one benchmark: printed as they come, written as JSON with a picture beside it.
+
+    Args:
+        name: Of the benchmark.
+        path: Where the JSON goes, None to print it.
+    """
+
+    def __init__(self, name: str, path: Path | None) -> None:
+        self.name = name
+        self.path = path
+        self.result: dict[str, Any] = {"benchmark": name, "checks": []}
+
+    def check(
+        self,
+        name: str,
+        value: float,
+        limit: float | None,
+        spread: float = 0.0,
+        *,
+        at_least: bool = False,
+        unit: str = "",
+    ) -> None:
+        """Hold a number against its limit; with limit None it is only shown.
+
+        Args:
+            name: What was measured.
+            value: The number.
+            limit: The highest value allowed, or the lowest with `at_least`.
+            spread: The A/A spread of the same run, as a fraction of the limit.
+            at_least: Whether more is better.
+            unit: Of the number; empty for a ratio.
+        """
+        passed = None
+        if limit is not None:
+            passed = value >= limit * (1 - spread) if at_least else value <= limit * (1 + spread)
+            passed = passed and spread <= MOST_SPREAD
+        row = {
+            "name": name, "value": value, "limit": limit, "at_least": at_least, "spread": spread, "unit": unit,
+            "passed": passed,
+        }  # fmt: skip
+        self.result["checks"].append(row)
+        print(as_text(row), flush=True)
+
+    def finish(self) -> int:
+        """Write the result; return 1 when a check failed."""
+        failed = [row["name"] for row in self.result["checks"] if row["passed"] is False]
+        self.result["passed"] = not failed
+        write_json(self.path, self.result)
+        if self.path is not None:
+            plot(self.result["checks"], self.name, self.path.with_suffix(".png"))
+        return int(bool(failed))
+
+
+def as_text(row: dict[str, Any]) -> str:
+    """Return a check as one line."""
+    text = f"{row['name']}: {row['value']:.4g}{' ' + row['unit'] if row['unit'] else ''}"
+    if row["limit"] is None:
+        return text
+    word = "at least" if row["at_least"] else "at most"
+    verdict = "passed" if row["passed"] else "FAILED"
+    if row["spread"] > MOST_SPREAD:
+        verdict += ", the machine was too busy to tell"
+    return f"{text} ({word} {row['limit']:g}, A/A spread {row['spread']:.3f}): {verdict}"
+
+
+def plot(checks: Sequence[dict[str, Any]], name: str, path: Path) -> None:
+    """Draw the ratios beside their limits; nothing without matplotlib."""
+    rows = [row for row in checks if not row["unit"]]
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    if not rows:
+        return
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.35 * len(rows)), layout="constrained")
+    colours = {True: "tab:green", False: "tab:red", None: "tab:gray"}
+    labels = [row["name"] for row in rows]
+    axes.barh(labels, [row["value"] for row in rows], color=[colours[row["passed"]] for row in rows])
+    for i, row in enumerate(rows):
+        if row["limit"] is not None:
+            axes.plot([row["limit"]] * 2, [i - 0.4, i + 0.4], color="black")
+    axes.set_xscale("log")
+    axes.invert_yaxis()
+    axes.set_title(f"{name}: ratios (bars) and limits (lines)")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
