@@ -354,7 +354,7 @@ class JaxLightningModule(ModuleArrays, ModuleLogging, ModuleHooks, Hyperparamete
 
     # --- optimizers -----------------------------------------------------------------------------------------------
 
-    def parameters(self, *, requires_grad: bool | None = None) -> ParameterSelection:
+    def parameters(self, *, requires_grad: bool | None = None) -> ParameterSelection | TrainableSelection:
         """A lazy selection of parameters, for an optimizer in `configure_optimizers`.
 
         Args:

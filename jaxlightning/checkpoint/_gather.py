@@ -85,8 +85,8 @@ def _add_training_state(trainer: Trainer, checkpoint: dict[str, Any], sections: 
     numbers = trainer.lightning_module._require_engine().number_values()
     if numbers:
         checkpoint["numbers"] = numbers
-    if sections.get("scaler") is not None:
-        plugin, scaler = trainer.precision_plugin, sections["scaler"]
+    plugin, scaler = trainer.precision_plugin, sections.get("scaler")
+    if scaler is not None and plugin.scaler is not None:
         options = dataclasses.asdict(plugin.scaler)
         checkpoint[type(plugin).__qualname__] = {
             "scale": float(scaler["scale"]),

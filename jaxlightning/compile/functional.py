@@ -14,9 +14,11 @@ from jaxlightning.compile import core
 from jaxlightning.compile.core import FLOATS, EvalOptions, TrainOptions
 from jaxlightning.compile.engine import Engine
 from jaxlightning.compile.packing import BLOCK, SlotTable, float_dtype
+from jaxlightning.compile.precision import Precision, make_precision
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import RetraceError, Scalars
+from jaxlightning.utilities.exceptions import MisconfigurationException
 
 __all__ = ["Functional", "FunctionalState", "functionalize"]
 
@@ -34,6 +36,7 @@ class FunctionalState:
         attributes: `{path: array or container}`: attributes of the module that hold arrays and that the step reads.
         opt_state: One optax state per optimizer.
         hyper: Learning rates and other hyper-parameters of the optimizers that are inputs of the step, a float vector.
+        scaler: The loss scale of "16-mixed", None for other precisions.
     """
 
     step: Any
@@ -43,6 +46,7 @@ class FunctionalState:
     attributes: Any
     opt_state: Any
     hyper: Any
+    scaler: Any = None
 
     def replace(self, **changes: Any) -> FunctionalState:
         """A copy with other values."""
@@ -51,7 +55,7 @@ class FunctionalState:
 
 jax.tree_util.register_dataclass(
     FunctionalState,
-    data_fields=["step", "seed", "params", "variables", "attributes", "opt_state", "hyper"],
+    data_fields=["step", "seed", "params", "variables", "attributes", "opt_state", "hyper", "scaler"],
     meta_fields=[],
 )
 
@@ -79,6 +83,7 @@ def functionalize(
     seed: int = 0,
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str = "norm",
+    precision: str | Precision = "32-true",
 ) -> Functional:
     """Turns a module into pure functions, for `jit`, `vmap` (an ensemble over seeds), `lax.scan` or a loop of one's
     own.
@@ -92,17 +97,25 @@ def functionalize(
         seed: Seed of parameters and random keys.
         gradient_clip_val: As in `Trainer`.
         gradient_clip_algorithm: As in `Trainer`.
+        precision: As in `Trainer`; a policy with float64 needs `jax.enable_x64(True)` around everything.
 
     Returns:
         The initial state and the pure step functions.
 
     Raises:
-        MisconfigurationException: If `configure_optimizers` gives several optimizers.
+        MisconfigurationException: If `configure_optimizers` gives several optimizers, or float64 is asked for outside
+            of JAX's x64 mode.
         NotImplementedError: If a step wants something done on the host (an append, a logger call), when it is traced.
     """
     from jaxlightning.optim import parse_optimizers
 
-    engine = Engine(module, seed=seed)
+    policy = precision if isinstance(precision, Precision) else make_precision(precision)
+    if policy.needs_x64 and float_dtype() is not np.float64:
+        raise MisconfigurationException(
+            f"`functionalize(precision={policy.precision!r})` works in JAX's x64 mode only: call it, and the functions "
+            "that it returns, inside `with jax.enable_x64(True):`."
+        )
+    engine = Engine(module, seed=seed, precision=policy)
     engine.attach()
     setup = parse_optimizers(module, module.configure_optimizers())
     engine.set_optimizers(setup.optimizers)
@@ -125,6 +138,7 @@ def functionalize(
             attributes=tree.attributes,
             opt_state=tree.opt_state,
             hyper=np.array(hyper, floating),
+            scaler=tree.scaler,
         ),
     )
     lead = np.array([1.0, 1.0, gradient_clip_val or 0.0], floating)
@@ -161,7 +175,9 @@ def functionalize(
 
         def step(table: SlotTable, info: StepInfo, acc: Any) -> Any:
             floats = jnp.concatenate([jnp.asarray(lead), state.hyper])
-            train_state = TrainState(state.params, state.variables, state.attributes, state.opt_state, acc=acc)
+            train_state = TrainState(
+                state.params, state.variables, state.attributes, state.opt_state, acc=acc, scaler=state.scaler
+            )
             return core.train_step(binding, table, info, options, train_state, batch, scalars, state.seed, floats)
 
         (new, values, _, arrays, _, _), info, _ = run("train", step)
@@ -174,6 +190,7 @@ def functionalize(
                 variables=new.variables,
                 attributes=new.attributes,
                 opt_state=new.opt_state,
+                scaler=new.scaler,
             ),
             logs,
         )

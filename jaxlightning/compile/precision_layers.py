@@ -22,7 +22,6 @@ __all__ = ["linen_layers", "plain_class", "prepare_nnx"]
 _inside = threading.local()
 
 
-@functools.lru_cache(maxsize=1024)
 def _is_flax_layer(kind: type) -> bool:
     """Whether the class is one of Flax's own layers, or made from one."""
     bases = ("flax.linen.module", "flax.nnx.module", "flax.nnx.pytreelib", "flax.nnx.object", "flax.core")
@@ -59,7 +58,8 @@ def linen_layers(policy: Precision) -> AbstractContextManager[Any]:
             object.__setattr__(module, "param", _reader(module.param, compute))
         return call(*args, **kwargs)
 
-    return nn.intercept_methods(intercept)
+    layers: AbstractContextManager[Any] = nn.intercept_methods(intercept)
+    return layers
 
 
 def _reader(read: Callable[..., Any], compute: Any) -> Callable[..., Any]:
@@ -108,9 +108,18 @@ def plain_class(network: Any) -> None:
         object.__setattr__(network, "__class__", original)
 
 
-@functools.lru_cache(maxsize=256)
+_classes: dict[tuple[type, Precision], type] = {}
+
+
 def _casting_class(kind: type, policy: Precision) -> type:
     """A sub-class whose methods cast what comes in and goes out when they are called from the step."""
+    made = _classes.get((kind, policy))
+    if made is None:
+        made = _classes[kind, policy] = _make_casting_class(kind, policy)
+    return made
+
+
+def _make_casting_class(kind: type, policy: Precision) -> type:
 
     def casting(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -450,3 +450,19 @@ def test_several_devices(name: str) -> None:
     assert trainer.global_step == 2
     assert dtypes(trainer.state.params) == {"float32" if name == "16-mixed" else "bfloat16"}
     assert trainer._engine.trace_counts["train"] == 1
+
+
+def test_functional_steps_follow_the_policy() -> None:
+    data = batches()
+    functional = pl.functionalize(Classifier(LinenNet()), data[0], precision="16-mixed")
+    state, step = functional.state, jax.jit(functional.train_step)
+    losses = []
+    for batch in data[:3]:
+        state, logs = step(state, batch)
+        losses.append(float(logs["loss"]))
+    engine = make_engine(Classifier(LinenNet()), precision=make_precision("16-mixed"))
+    # other fusions round elsewhere: a last bit of float16 here and there
+    assert losses == pytest.approx(train(engine, data, 3), abs=5e-3)
+    assert float(state.scaler.scale) == float(engine.tree.scaler.scale)
+    with pytest.raises(MisconfigurationException, match="x64 mode only"):
+        pl.functionalize(Classifier(LinenNet()), data[0], precision="64-true")
