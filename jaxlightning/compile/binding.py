@@ -14,7 +14,7 @@ from jaxlightning.compile.freezing import decisions_of, initial_mode
 from jaxlightning.compile.networks import LinenNetwork, is_linen, is_nnx, is_nnx_variable, rebuild, walk
 from jaxlightning.compile.nnx_networks import NnxGroup
 from jaxlightning.compile.owners import owners_of
-from jaxlightning.compile.precision import Precision
+from jaxlightning.compile.precision import Precision, cast_floats
 from jaxlightning.compile.trace import Trace
 from jaxlightning.optim import remember_network
 
@@ -213,6 +213,8 @@ class Binding:
     @contextmanager
     def _raw_standing(self, trace: Trace) -> Iterator[None]:
         placed = {path: trace.params[path] for path in self.raw if path in trace.params}
+        if self.precision.casts and not trace.creating:
+            placed = self.precision.convert_compute(placed)
         for path, value in placed.items():
             owner, name = self.raw[path]
             owner.__dict__[name] = value
@@ -222,7 +224,7 @@ class Binding:
                 owner, name = self.raw[path]
                 now = owner.__dict__.get(name)
                 if now is not value:
-                    trace.write_params(path, now)
+                    trace.write_params(path, cast_floats(now, trace.params[path].dtype))
         finally:
             for path in placed:
                 owner, name = self.raw[path]

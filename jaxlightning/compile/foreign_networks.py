@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxlightning.compile.networks import LinenNetwork
 from jaxlightning.compile.paths import plain
+from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.trace import current_trace
 
 __all__ = ["ForeignNetwork", "PureNetwork", "adapt", "is_foreign"]
@@ -225,6 +226,9 @@ class ForeignNetwork(LinenNetwork):
             )
         function: Callable[..., Any] = type(self._module).apply
         return function
+
+    def _in_precision(self, variables: dict[str, Any], policy: Precision) -> dict[str, Any]:
+        return {**variables, "params": policy.convert_compute(variables.get("params", {}))}
 
     def _with_mode(self, function: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         if isinstance(self._module, EquinoxNetwork):

@@ -18,6 +18,7 @@ import flax.linen as nn
 import jax
 
 from jaxlightning.compile.paths import merge, plain
+from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.precision_layers import linen_layers
 from jaxlightning.compile.selection import ParameterSelection
 from jaxlightning.compile.trace import Trace, activate, current_trace, path_hash
@@ -191,6 +192,7 @@ class LinenNetwork:
         policy = self._engine.binding.precision
         if policy.casts:
             args, kwargs = policy.convert_compute((args, kwargs))
+            variables = self._in_precision(variables, policy)
         try:
             with linen_layers(policy):
                 result = self._module.apply(variables, *args, rngs=rngs, method=method, mutable=threaded, **kwargs)
@@ -261,6 +263,10 @@ class LinenNetwork:
         if trace.variables.get(self._path) is not before:
             self._engine.variables = trace.variables
         return output
+
+    def _in_precision(self, variables: dict[str, Any], policy: Precision) -> dict[str, Any]:
+        """The variables as the network gets them; Flax layers cast their own parameters."""
+        return variables
 
     def _function(self, method: Any) -> Callable[..., Any]:
         if method is None:

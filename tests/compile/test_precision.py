@@ -54,20 +54,18 @@ class NnxConvolutional(nnx.Module):
         return self.out(x @ self.raw[...])
 
 
-SEEN: dict[str, Any] = {}
-"""The dtypes that the last traced step of a `Recorder` saw; not an attribute, which the trace would watch."""
-
-
 class Recorder(Classifier):
-    """Keeps the dtypes that the step sees."""
+    """Gives out what the step sees, and keeps the dtypes of the last batch."""
 
     def training_step(self, batch: Any, batch_idx: Any) -> Any:
         x, y = batch
         logits = self.net(x)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-        SEEN.update(x=x.dtype, logits=logits.dtype, loss=loss.dtype)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return {"loss": loss, "x": x, "logits": logits}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = {name: str(value.dtype) for name, value in outputs.items()}
 
 
 class Descent(Classifier):
@@ -132,7 +130,8 @@ def test_dots_and_convolutions_take_the_half_dtype_and_the_rest_stays_float32(ki
     assert dtypes(engine.params) == {long if true else "float32"}
     assert dtypes(engine.variables) == {"float32"}
     assert dtypes(engine.tree.opt_state) == {long if true else "float32"}
-    seen = {key: str(dtype) for key, dtype in SEEN.items()}
+    outputs = engine.train_step(images()[0], batch_idx=2, micro_step=2, want_outputs=True).outputs
+    seen = {name: str(value.dtype) for name, value in outputs.items()}
     assert seen == {"x": long if true else "float32", "logits": "float32", "loss": "float32"}
     assert engine.trace_counts["train"] == 1
 
@@ -197,7 +196,7 @@ def test_double_precision_is_scoped_to_the_run(kind: str) -> None:
     trainer.fit(module, data, data)
     assert not jax.config.jax_enable_x64
     assert jnp.ones(2).dtype == jnp.float32
-    assert {str(dtype) for dtype in SEEN.values()} == {"float64"}
+    assert set(module.seen.values()) == {"float64"}
     assert dtypes(module._engine.params) == dtypes(module._engine.variables) == {"float64"}
     assert dtypes(trainer.state.opt_state) == {"float64"}
     assert trainer.callback_metrics["loss_epoch"].dtype == np.float64
@@ -466,3 +465,26 @@ def test_functional_steps_follow_the_policy() -> None:
     assert float(state.scaler.scale) == float(engine.tree.scaler.scale)
     with pytest.raises(MisconfigurationException, match="x64 mode only"):
         pl.functionalize(Classifier(LinenNet()), data[0], precision="64-true")
+
+
+def test_parameters_of_the_module_itself_follow_the_policy() -> None:
+    class Raw(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter("w", np.full((6, 4), 0.1, np.float32))
+
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            x, y = batch
+            logits = x.astype(self.w.dtype) @ self.w
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), y).mean()
+            return {"loss": loss, "w": self.w}
+
+        def configure_optimizers(self) -> Any:
+            return optax.adam(1e-2)
+
+    engine = make_engine(Raw(), precision=make_precision("bf16-mixed"))
+    train(engine, batches(), 2)
+    out = engine.train_step(batches()[0], batch_idx=2, micro_step=2, want_outputs=True).outputs
+    assert out["w"].dtype == jnp.bfloat16
+    assert dtypes(engine.params) == {"float32"}
+    assert operands(engine.compiled["train"].lower().as_text(), "stablehlo.dot_general") == {"bf16"}
