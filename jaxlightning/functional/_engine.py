@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlightning.compile.engine_logs import EngineLogs
+from jaxlightning.compile.engine import Engine
 from jaxlightning.compile.log_plan import LogMeta, LogPlan
 from jaxlightning.compile.networks import NetworkInfo
 from jaxlightning.compile.packing import SlotTable
@@ -26,30 +26,10 @@ NETWORK = "model"
 """The one network that views and checkpoints show."""
 
 
-class _NoNetworks:
-    """In place of a `Binding`: a hand-written step says itself whether its network trains or evaluates."""
-
-    nnx = None
-    jit = True
-
-    def __init__(self) -> None:
-        self.owners: dict[str, Any] = {}
-        self.optimizers: list[Any] = []
-        self.linen: dict[str, Any] = {}
-        self.names = [NETWORK]
-
-    def modes(self) -> dict[str, bool]:
-        return {}
-
-    def restore_modes(self, modes: dict[str, bool]) -> None:
-        """There is nothing to restore."""
-
-    def set_mode(self, training: bool) -> None:
-        """There is nothing to set."""
-
-
-class FunctionalEngine(EngineLogs):
+class FunctionalEngine(Engine):
     """Calls a hand-written step for the trainer's loops.
+
+    What `Engine` carries stays empty here, so that its other words have nothing to say: the state is in `held`.
 
     Args:
         module: The `StepModule` that holds the step and its state.
@@ -63,7 +43,7 @@ class FunctionalEngine(EngineLogs):
         on_nonfinite: Always None: `fit` refuses others.
     """
 
-    fusion: Any = None
+    has_variables = True
 
     def __init__(
         self,
@@ -78,23 +58,9 @@ class FunctionalEngine(EngineLogs):
         precision: Any = None,
         on_nonfinite: str | None = None,
     ) -> None:
-        if strategy is None:
-            from jaxlightning.parallel import make_strategy
-
-            strategy = make_strategy()
-        # The tree of `EngineState` stays empty: what a hand-written step carries is in `held`.
-        super().__init__(cast("Any", _NoNetworks()), strategy)
-        self.module = module
-        self.jit = jit
-        self.seed = seed
+        super().__init__(module, strategy=strategy, jit=jit, seed=seed, log_compiles=log_compiles)
         self.detect_anomaly = detect_anomaly
         self.checks = checkify
-        self.tables: dict[str, SlotTable] = {}
-        self._eval_acc: dict[str, Any] = {}
-        self._train_acc: Any = None
-        self.on_variables_created: list[Callable[[], None]] = []
-        self.has_variables = True
-        self.trace_counts: dict[str, int] = {}
         self.updates = 0
         self.held: Held = module.steps.held
         self._program: TrainProgram | None = None
@@ -102,7 +68,7 @@ class FunctionalEngine(EngineLogs):
         self._reader = LogReader(module.steps.train_form, module.steps.loss_names)
         self._plan = LogPlan()
         self._rate: Rate | None = None
-        self._spread = strategy.batches_per_step > 1
+        self._spread = self.strategy.batches_per_step > 1
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +148,7 @@ class FunctionalEngine(EngineLogs):
             bool(options.get("want_outputs")),
         )  # fmt: skip
 
-    def repeated_step(self, clip: tuple[float | None, str | None], want_outputs: bool) -> RepeatedProgram | None:
+    def repeated_step(self, clip: tuple[float | None, str | None], want_outputs: bool) -> Any:
         """What runs batches between which nothing is due; None before the first one."""
         if self._program is None or not self._plan.metas or self.detect_anomaly or self._spread:
             return None
@@ -315,17 +281,6 @@ class FunctionalEngine(EngineLogs):
         raise MisconfigurationException(
             "`jaxlightning.fit` trains and evaluates; call the network yourself to predict."
         )
-
-    # --- accumulators -------------------------------------------------------------------------------------------
-
-    @property
-    def acc(self) -> Any:
-        """Sums of the training epoch; a hand-written step logs step values only."""
-        return self._train_acc
-
-    @acc.setter
-    def acc(self, value: Any) -> None:
-        self._train_acc = value
 
     # --- views --------------------------------------------------------------------------------------------------
 

@@ -32,4 +32,4 @@ def test_the_network_learns(network: str, example: ModuleType, tmp_path: Path) -
     epochs = "20" if network == "graph" else "4"
     options = ["--network", network, "--epochs", epochs, "--limit", "600", "--batch-size", "30", "--quiet"]
     accuracy = example.main([*options, "--data", str(tmp_path / "data"), "--output", str(tmp_path)])
-    assert accuracy > (0.8 if network == "graph" else 0.5)  # chance is 0.5 and 0.1
+    assert accuracy > (0.7 if network == "graph" else 0.5)  # chance is 0.5 and 0.1

@@ -306,3 +306,32 @@ def test_equinox_and_haiku_steps_run_through_fit_as_they_are(tmp_path: Path) -> 
     got = jaxlightning.fit(model, batches, loss_fn=loss_fn, optimizer=TX, default_root_dir=tmp_path, **options)
     arrays = zip(*(jax.tree.leaves(eqx.filter(m, eqx.is_array)) for m in (got, want)), strict=True)
     assert all(np.allclose(a, b, rtol=0, atol=1e-6) for a, b in arrays)
+
+
+def test_a_haiku_step_resumes_through_fit_bit_by_bit(tmp_path: Path) -> None:
+    hk = pytest.importorskip("haiku")
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 2])(x)))
+    x, y = data()
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 48, 8)]
+    params = net.init(jax.random.key(0), x[:8])
+    assert "mlp/~/linear_0" in params
+
+    @jax.jit
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            return optax.softmax_cross_entropy_with_integer_labels(net.apply(params, batch[0]), batch[1]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def run(epochs: int, **options: Any) -> Any:
+        return jaxlightning.fit(
+            params, batches, train_step=train_step, optimizer=TX, num_epochs=epochs, default_root_dir=tmp_path,
+            enable_progress_bar=False, enable_model_summary=False, **options,
+        )  # fmt: skip
+
+    whole = run(4, log_name="whole")
+    run(2, log_name="half")
+    resumed = run(4, log_name="half", ckpt_path="last")
+    jax.tree.map(np.testing.assert_array_equal, whole, resumed)
