@@ -114,6 +114,8 @@ class HostInputs:
         guards: Python decisions, in order, by their text.
         writes: What is assigned after each step: name to the function that assigns and the expression.
         evaluated: Whether something on the host wants the numbers of each step.
+        looks_back: Whether it reads what the trainer knows only when the step before is booked (metrics, the last
+            batch), so that steps cannot be run ahead of the bookkeeping.
     """
 
     def __init__(self, facts: HostFacts, env: HostEnvironment, room: Room | None = None) -> None:
@@ -124,6 +126,7 @@ class HostInputs:
         self.writes: dict[str, tuple[Callable[[Any], None], Expression]] = {}
         self.refused: list[str] = []
         self.evaluated = False
+        self.looks_back = False
         self.room.attempts += 1
         self._sizes = self.room.sizes
         # As wide as JAX's numbers are now; the compiled step keeps them so.

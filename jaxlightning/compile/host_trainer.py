@@ -66,6 +66,8 @@ class TrainerView:
         if name.startswith("_") or name in _PLAIN:
             return getattr(trainer, name)
         key = f"self.trainer.{name}"
+        if name in (*_METRICS, "is_last_batch", "should_stop"):
+            numbers.inputs.looks_back = True
         if name in _METRICS:
             return MetricsView(key, lambda: getattr(trainer, name), numbers)
         value = numbers.written_value(key, _MISSING)

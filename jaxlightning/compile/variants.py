@@ -91,8 +91,10 @@ class CompiledStep:
     def repeatable(self) -> bool:
         """Whether all that the host does for a batch is to compute with numbers of its own."""
         info = self.info
+        if self._compiled is None:
+            return False  # an eager step may look at anything of the trainer's, so that has to be up to date
         alone = self.positions is None and info.effects is None and not info.skipped and not info.plan.states
-        return alone and (not info.needs_host or info.host is not None)
+        return alone and (not info.needs_host or (info.host is not None and not info.host.looks_back))
 
     def _have(self, stage: Any) -> Any:
         if stage is None:
