@@ -7,6 +7,7 @@ writes are done after each step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -325,7 +326,14 @@ class HostInputs:
             assign(value)
 
 
+@functools.lru_cache(maxsize=64)
+def _zeros(size: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    return np.zeros(size, dtype)
+
+
 def _vector(slots: dict[str, Slot], size: int, dtype: np.dtype[Any], env: HostEnvironment) -> np.ndarray[Any, Any]:
+    if not slots:
+        return _zeros(size, dtype)  # nobody writes to it, so it may be the same one at every step
     values: list[Any] = []
     for slot in slots.values():
         value = slot.expression.evaluate(env)
