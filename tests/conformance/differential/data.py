@@ -40,6 +40,29 @@ class Sized(Sizeless):
         return int(self.spec.get("claims", len(self.spec["sizes"])))
 
 
+class Stateful(Sized):
+    """One that tells where it stands, and goes on there once."""
+
+    def __init__(self, spec: dict[str, Any], convert: Callable[[np.ndarray], Any]) -> None:
+        super().__init__(spec, convert)
+        self.position = self.first = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next pass begin there."""
+        self.first = state["position"] % len(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for index, batch in enumerate(super().__iter__()):
+            if index >= first:
+                self.position = index + 1
+                yield batch
+
+
 def make_loader(spec: dict[str, Any], convert: Callable[[np.ndarray], Any]) -> Any:
     """Make one loader.
 
@@ -62,7 +85,7 @@ def make_loader(spec: dict[str, Any], convert: Callable[[np.ndarray], Any]) -> A
         if kind == "shuffled":
             return DataLoader(TensorDataset(torch.from_numpy(table)), batch_size=2, shuffle=True)
         return DataLoader(TensorDataset(torch.from_numpy(table)), batch_size=2)
-    return Sized(spec, convert)
+    return (Stateful if kind == "stateful" else Sized)(spec, convert)
 
 
 def make_loaders(spec: dict[str, Any], convert: Callable[[np.ndarray], Any], combined: Any) -> Any:

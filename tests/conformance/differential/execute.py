@@ -25,6 +25,7 @@ from conformance.differential.behaviour import (
     with_hooks,
 )
 from conformance.differential.data import make_loaders
+from conformance.differential.resuming import CHECKPOINT, Stopped, stopper
 from conformance.differential.sides import Side
 
 LOADER_ARGUMENTS = {
@@ -78,6 +79,8 @@ def _run(side: Side, config: dict[str, Any], probe: Probe, root: Path, adapt: An
     callbacks: list[Any] = []
     verb = "construction"
     try:
+        if config.get("resume"):
+            _first_part(side, config, probe, root, adapt)
         callbacks = _callbacks(side, config, probe, root)
         if adapt is not None:
             callbacks = adapt(callbacks)
@@ -86,7 +89,7 @@ def _run(side: Side, config: dict[str, Any], probe: Probe, root: Path, adapt: An
         datamodule = _datamodule(side, probe) if config["owner"] == "datamodule" else None
         for verb in config["verbs"]:
             probe.add(f"--- {verb}")
-            result["returns"].append(_call(side, config, trainer, module, datamodule, verb))
+            result["returns"].append(_call(side, config, trainer, module, datamodule, verb, root))
             result["metrics"] |= {f"{verb}/{name}": value for name, value in visible_metrics(trainer).items()}
     except Exception as error:
         result["error"] = f"{type(error).__name__} in {verb}"
@@ -100,8 +103,24 @@ def _run(side: Side, config: dict[str, Any], probe: Probe, root: Path, adapt: An
     return result
 
 
-def _call(side: Side, config: dict[str, Any], trainer: Any, module: Any, datamodule: Any, verb: str) -> Any:
+def _first_part(side: Side, config: dict[str, Any], probe: Probe, root: Path, adapt: Any) -> None:
+    """Train until the drawn stop, where a checkpoint is saved."""
+    callbacks = _callbacks(side, config, probe, root)
+    if adapt is not None:
+        callbacks = adapt(callbacks)
+    trainer = _trainer(side, config, probe, root, [*callbacks, stopper(side, config["resume"], root)])
+    datamodule = _datamodule(side, probe) if config["owner"] == "datamodule" else None
+    probe.add("--- the first part")
+    with contextlib.suppress(Stopped):
+        _call(side, config, trainer, _module(side, config, probe), datamodule, "fit", root=None)
+
+
+def _call(
+    side: Side, config: dict[str, Any], trainer: Any, module: Any, datamodule: Any, verb: str, root: Path | None
+) -> Any:
     arguments: dict[str, Any] = {}
+    if root is not None and (root / CHECKPOINT).exists():
+        arguments["ckpt_path"] = root / CHECKPOINT
     if datamodule is not None:
         arguments["datamodule"] = datamodule
     elif config["owner"] == "passed":

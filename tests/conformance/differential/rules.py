@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.differential.data import ends_early
+from conformance.differential.resuming import forget_what_lightning_loses, resumes
 
 Config = dict[str, Any]
 Result = dict[str, Any]
 
 SKIPPED = {
-    "resume and ckpt_path (RS, LP21 with a checkpoint, LO05)": "issue 7",
+    "a resume within a window, before a due validation, with a plateau or a CSV file that goes on (RS11, RS12, LO05)": (
+        "tests/resume"
+    ),
+    "a resume after an epoch with a step limit": "Lightning takes batch 3 of 3 for one that comes; tests/resume",
     "manual optimization (MO, HK23)": "issue 4",
     "time-based intervals and Timer (TF19, TM)": "not deterministic; own tests",
     "training_step that returns None at some batches of an epoch": "a compiled step decides it once: whole epochs here",
@@ -266,6 +270,7 @@ RULES = (
     Rule(name="MC15", applies=_saves_at_steps_by_metric, rewrite=_drop_saving),
     Rule(name="SC02", applies=_counts_steps, adapt=_step_schedulers_otherwise(by_steps=True, by_news=False)),
     Rule(name="SC06", applies=_has_plateau, adapt=_step_schedulers_otherwise(by_steps=False, by_news=True)),
+    Rule(name="RS11", applies=resumes, rewrite=forget_what_lightning_loses),
     Rule(name="ES06", applies=_stops_with_minimum, adapt=_decide_anew),
     Rule(name="LP18", applies=_ends_early, configure=_state_true_length, rewrite=_forget_lengths),
     Rule(

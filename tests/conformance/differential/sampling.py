@@ -10,6 +10,7 @@ import random
 from typing import Any
 
 from conformance.differential.data import ends_early
+from conformance.differential.resuming import sample_resume
 from conformance.differential.sampling_logs import sample_logs
 from conformance.differential.sampling_schedulers import sample_schedulers
 
@@ -64,6 +65,7 @@ def sample(seed: int) -> Config:
         config["flags"]["gradient_clip_algorithm"] = "norm"
     _make_sensible(rng, config)
     config["schedulers"] = sample_schedulers(seed, config["logs"])
+    config["resume"] = sample_resume(seed, config)
     return config
 
 
