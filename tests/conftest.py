@@ -40,7 +40,7 @@ for _name in [name for name in os.environ if name.startswith(("PL_", "SLURM_")) 
 if importlib.util.find_spec("tensorflow") is not None and importlib.util.find_spec("triton") is not None:
     importlib.import_module("triton")
 
-pytest_plugins = ["conformance.plugin"]
+pytest_plugins = ["conformance.plugin", "support.resume_report"]
 
 # --- Tests of packages that are not here -------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from jaxlightning.loggers import CSVLogger
 from jaxlightning.optim import SGD, Adam
 from jaxlightning.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from support.checkpoints import QUIET
-from support.resume_data import BATCH, CLASSES, SAMPLES, SOURCES, X, Y
+from support.resume_data import BATCH, CLASSES, FEATURES, SAMPLES, SOURCES, X, Y
 from support.tracing import RecordingLogger
 
 EPOCHS, BATCHES = 2, SAMPLES // BATCH
@@ -90,6 +90,38 @@ class Convolutional(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "vl_epoch"}}
 
 
+class GAN(Classifier):
+    """Two optimizers in one step, the generator's in every second one; written as for Lightning."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Dense(FEATURES), MLP()
+
+    def training_step(self, batch: Any, batch_idx: Any) -> None:
+        real, _ = batch
+        opt_g, opt_d = self.optimizers()
+        fake = self.generator(real[:, ::-1])
+        d_loss = jnp.mean(nn.softplus(self.critic(jax.lax.stop_gradient(fake)))) + jnp.mean(
+            nn.softplus(-self.critic(real))
+        )
+        opt_d.zero_grad()
+        self.manual_backward(d_loss)
+        opt_d.step()
+        g_loss = jnp.mean(nn.softplus(-self.critic(self.generator(real[:, ::-1]))))
+        self.manual_backward(g_loss)
+        if (batch_idx + 1) % 2 == 0:  # its gradients live over two batches
+            opt_g.step()
+            opt_g.zero_grad()
+        self.log_dict({"g": g_loss, "d": d_loss}, on_step=True, on_epoch=True)
+
+    def validation_step(self, batch: Any, batch_idx: Any) -> None:
+        self.log("vl", jnp.mean(self.critic(self.generator(batch[0])) ** 2), on_step=True, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        return Adam(self.generator.parameters(), lr=0.02), SGD(self.critic.parameters(), lr=0.05, momentum=0.9)
+
+
 class Counting(pl.Callback):
     """Keeps a state, and logs from the host."""
 
@@ -131,6 +163,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "MLP": (Classifier, {}),
     "CNN with BatchNorm and dropout": (Convolutional, {}),
     "accumulation 3": (Classifier, {"accumulate_grad_batches": 3}),
+    "GAN with manual optimization": (GAN, {}),
     "bf16-mixed": (Convolutional, {"precision": "bf16-mixed"}),
 }
 #: Further configurations; slow, on arrays only.
