@@ -51,10 +51,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "# The full cross of resumes",
         "",
         f"Written by `pytest --write-status tests/resume` on {datetime.date.today().isoformat()} with Python "
-        f"{platform.python_version()} and JAX {jax.__version__}; do not edit. Each cell is eight stops, one after every "
-        "batch of two epochs; *exact* means that parameters, other variables, optimizer states, schedulers, counters, "
-        "callbacks, metrics, random streams, files and the CSV file of every resumed run are those of the run that was "
-        "never stopped, bit for bit.",
+        f"{platform.python_version()} and JAX {jax.__version__}; do not edit. Each cell is eight stops, one after "
+        "every batch of two epochs; *exact* means that parameters, other variables, optimizer states, schedulers, "
+        "counters, callbacks, metrics, random streams, files and the CSV file of every resumed run are those of the "
+        "run that was never stopped, bit for bit.",
         "",
         "| model | " + " | ".join(SOURCES) + " |",
         "|---|" + "---|" * len(SOURCES),

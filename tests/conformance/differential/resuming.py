@@ -45,7 +45,8 @@ def sample_resume(seed: int, config: Config) -> Config | None:
     # It also skips the validation that is due after the batch (RS12), and what is decided by metrics it has lost.
     if "accumulation" in plans or config["train"]["join"] is not None or plans["early_stopping"]:
         return None
-    if flags.get("val_check_interval", 1.0) != 1.0 or flags.get("check_val_every_n_epoch", 1) is None:
+    # Not 1.0 but an int 1 is a validation after every batch.
+    if repr(flags.get("val_check_interval", 1.0)) != "1.0" or flags.get("check_val_every_n_epoch", 1) is None:
         return None
     window = flags.get("accumulate_grad_batches", 1)
     batch = window * rng.randint(1, 3) - 1
