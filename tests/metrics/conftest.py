@@ -40,6 +40,7 @@ class StubTrace:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.logs: list[LogEntry] = []
+        self.mask = None
 
     def add_log(self, meta: Any, value: Any, weight: Any = None) -> None:
         self.logs.append(LogEntry(meta, value, weight))
