@@ -131,10 +131,7 @@ def manual(side: Side, **members: Any) -> Any:
     return Manual()
 
 
-beside = pytest.mark.lightning
-
-
-@beside
+@pytest.mark.lightning
 @pytest.mark.torch
 @pytest.mark.catalogue("MO04")
 @pytest.mark.parametrize("kind", ["array", "dictionary", "dictionary without loss", "nothing", "number", "list"])
@@ -166,7 +163,7 @@ def test_what_a_manual_step_may_return(kind: str) -> None:
     assert len(seen) == (0 if found else 3)
 
 
-@beside
+@pytest.mark.lightning
 @pytest.mark.torch
 @pytest.mark.catalogue("MO05", "MO06")
 @pytest.mark.parametrize("case", ["clip", "accumulate", "backward in automatic", "manual_backward_in_automatic"])
@@ -187,7 +184,7 @@ def test_settings_that_manual_optimization_refuses(case: str) -> None:
     assert same(scenario)[0] == "MisconfigurationException"
 
 
-@beside
+@pytest.mark.lightning
 @pytest.mark.torch
 @pytest.mark.catalogue("MO07")
 def test_schedulers_move_only_when_the_step_moves_them() -> None:
@@ -229,7 +226,7 @@ def _torch_step_lr() -> Any:
     return torch.optim.lr_scheduler.StepLR
 
 
-@beside
+@pytest.mark.lightning
 @pytest.mark.torch
 @pytest.mark.catalogue("GA07")
 def test_the_accumulation_scheduler_is_refused() -> None:
