@@ -462,7 +462,7 @@ def test_backward_inside_a_transform_is_refused() -> None:
 # --- other things -----------------------------------------------------------------------------------------------------
 
 
-def test_eight_devices_give_the_numbers_of_one() -> None:
+def test_several_devices_give_the_numbers_of_one() -> None:
     one, eight = Pair(), Pair()
     fit(one)
     trainer = pl.Trainer(**{**QUIET, "devices": 2, "strategy": "ddp"})
@@ -511,3 +511,58 @@ def test_a_resumed_run_holds_the_gradients_of_the_interrupted_one(tmp_path: Any)
     assert trainer.global_step == 4
     for name, value in whole.state_dict().items():
         np.testing.assert_array_equal(value, rest.state_dict()[name], err_msg=name)
+
+
+# --- hooks in the middle of a step ------------------------------------------------------------------------------------
+
+
+def hooked(seen: list[Any], change: bool = False) -> Any:
+    class Hooked(Pair):
+        def on_before_backward(self, loss: Any) -> None:
+            seen.append(("loss", float(loss)))
+
+        def on_after_backward(self) -> None:
+            seen.append(("gradient", float(jnp.abs(self._engine.grads["first"]["kernel"]).sum())))
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append(("step", self.global_step, self.optimizers().index(optimizer)))
+            if change:
+                self._engine.grads = jax.tree.map(jnp.zeros_like, self._engine.grads)
+            self.log("hooked", 1.0)
+
+    return Hooked()
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["compiled", "eager"])
+def test_hooks_in_a_step_get_real_numbers_and_change_nothing(jit: bool) -> None:
+    seen: list[Any] = []
+    plain, module = Pair(), hooked(seen)
+    fit(plain)
+    trainer = fit(module, jit=jit)
+    assert [event[0] for event in seen[:4]] == ["loss", "gradient", "step", "step"]
+    assert [event[1:] for event in seen if event[0] == "step"] == [(i, i % 2) for i in range(8)]
+    assert all(event[1] > 0 for event in seen if event[0] == "gradient")
+    assert float(trainer.callback_metrics["hooked"]) == 1.0
+    for name, value in plain.state_dict().items():
+        np.testing.assert_allclose(value, module.state_dict()[name], rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["compiled", "eager"])
+def test_hooks_in_a_step_may_replace_gradients(jit: bool) -> None:
+    module = hooked([], change=True)
+    module.init(REAL[:4])
+    before = module.state_dict()
+    fit(module, jit=jit)
+    for name, value in module.state_dict().items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+def test_hooks_in_a_step_work_on_several_devices() -> None:
+    seen: list[Any] = []
+    plain, module = Pair(), hooked(seen)
+    fit(plain)
+    trainer = pl.Trainer(**{**QUIET, "devices": 2, "strategy": "ddp"})
+    trainer.fit(module, pl.ArrayLoader(REAL, batch_size=2))
+    assert len(seen) == 4 * 4
+    for name, value in plain.state_dict().items():
+        np.testing.assert_allclose(value, module.state_dict()[name], rtol=1e-5, atol=1e-6, err_msg=name)
