@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("fashion_mnist_linen", "fashion_mnist_nnx", "tf_data", "vae", "demo")
+OURS = ("fashion_mnist_linen", "fashion_mnist_nnx", "tf_data", "vae", "gan", "demo")
 NEEDS = {
     "fashion_mnist_linen": [pytest.mark.torch],
     "fashion_mnist_nnx": [pytest.mark.torch],
@@ -76,6 +76,19 @@ def test_the_vae_logs_two_losses_and_sample_images(load, data: Path, tmp_path: P
     (events,) = tmp_path.rglob("events.out.tfevents.*")
     board = EventAccumulator(str(events.parent)).Reload()
     assert {"val_reconstruction", "val_kl", "val_loss"} <= set(board.Tags()["scalars"])
+    assert any(tag.startswith("samples") for tag in board.Tags()["images"])
+
+
+def test_the_gan_logs_two_losses_and_sample_images(load, data: Path, tmp_path: Path) -> None:
+    options = ["--epochs", "1", "--limit", "600", "--batch-size", "50", "--quiet"]
+    losses = load("gan").main([*options, "--data", str(data), "--output", str(tmp_path)])
+    assert all(0.0 < loss < 10.0 for loss in losses)
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = tmp_path.rglob("events.out.tfevents.*")
+    board = EventAccumulator(str(events.parent)).Reload()
+    assert {"loss_g", "loss_d"} <= set(board.Tags()["scalars"])
     assert any(tag.startswith("samples") for tag in board.Tags()["images"])
 
 
