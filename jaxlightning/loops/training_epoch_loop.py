@@ -351,6 +351,7 @@ class TrainingEpochLoop(Loop):
                 if simple_val
                 else validation_due(self)
             ):
+                out = outputs = None  # validation may need the room
                 self._tail(validate=True, updated=stepped, stepped=apply)
                 space["_current_fx_name"] = "training_step"
                 results = None
