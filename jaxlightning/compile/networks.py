@@ -208,6 +208,8 @@ class LinenNetwork:
 
     def _create(self, trace: Trace, args: Any, kwargs: Any, method: Any, rngs: Any, mutable: Any) -> Any:
         """Runs the network while creating what it lacks: parameters of methods called for the first time."""
+        if not trace.at_own_level:
+            return self._create_outside(trace, args, kwargs, method, rngs, mutable)
         key = jax.random.fold_in(jax.random.key(trace.init_seed), path_hash(self._init_path))
         rngs = {**rngs, "params": key}
         with nn.intercept_methods(_refuse_channels_first(self._path, args)):
@@ -222,6 +224,25 @@ class LinenNetwork:
             trace.variables[self._path] = merge(updates, trace.variables.get(self._path, {}))
             trace.created.add(self._path)
         return (output, updates) if mutable is not None else output
+
+    def _create_outside(self, trace: Trace, args: Any, kwargs: Any, method: Any, rngs: Any, mutable: Any) -> Any:
+        """Creates variables for a call inside a transform of the user's, where they would die with it.
+
+        Their values follow from the shapes of the inputs, so zeros take the place of the inputs.
+        """
+        given = jax.tree.map(
+            lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf, (args, kwargs)
+        )
+        with trace.own_level():
+            zeros, named = jax.tree.map(
+                lambda leaf: jax.numpy.zeros(*leaf) if _is_shape(leaf) else leaf, given, is_leaf=_is_shape
+            )
+            own = trace.network_key(self._path)
+            self._create(trace, zeros, named, method, {"params": own, "dropout": jax.random.fold_in(own, 1)}, None)
+        variables = self._variables_in(trace)
+        collections = mutable if mutable is not None else [name for name in variables if name != "params"] or False
+        result = self._module.apply(variables, *args, rngs=rngs, method=method, mutable=collections, **kwargs)
+        return result if mutable is not None or collections is False else result[0]
 
     def _variables_in(self, trace: Trace) -> dict[str, Any]:
         variables = dict(trace.variables.get(self._path, {}))
@@ -387,6 +408,10 @@ class LinenNetwork:
 
     def __repr__(self) -> str:
         return repr(self._module)
+
+
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[0], tuple) and hasattr(leaf[1], "itemsize")
 
 
 def _channels_note(shape: tuple[int, ...]) -> str:

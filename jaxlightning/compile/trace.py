@@ -227,6 +227,17 @@ class Trace:
         """Whether no JAX transform of the user's is around the code that runs."""
         return self.level is None or trace_level() is self.level
 
+    @contextmanager
+    def own_level(self) -> Iterator[None]:
+        """Lets what runs inside a transform of the user's compute outside it, in the step itself."""
+        try:
+            from jax._src.core import set_current_trace  # no public counterpart
+        except ImportError:
+            yield
+            return
+        with set_current_trace(self.level):
+            yield
+
     def owns(self, value: Any) -> bool:
         """Whether a value belongs to the step itself and not to a transform inside it, which it would outlive."""
         return self.at_own_level or not isinstance(value, jax.core.Tracer) or value._trace is self.level
@@ -237,7 +248,7 @@ class Trace:
         Raises:
             RuntimeError: If the innermost JAX trace is not the one of the step.
         """
-        if self.inside_transform():
+        if not self.at_own_level:
             name, line = transform_name(), user_line()
             line = "" if line in what else line
             raise RuntimeError(
@@ -245,10 +256,6 @@ class Trace:
                 f"{f', `{name}`,' if name else ''} in the {self.kind} step. Its value exists only inside that "
                 f"transform, and the function is traced there once, however often it runs: {way_out}."
             )
-
-    def inside_transform(self) -> bool:
-        """Whether the caller runs inside a transform of the user's own."""
-        return self.level is not None and trace_level() is not self.level
 
 
 def _fitted(network: str, known: Any, value: Any) -> Any:

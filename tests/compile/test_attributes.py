@@ -321,3 +321,21 @@ def test_strings_and_flags_that_are_only_written_are_set_after_the_step() -> Non
 
     module, counts = both(Net)
     assert (module.phase, module.nothing, counts) == ("trained", None, {"train": 1})
+
+
+@pytest.mark.parametrize("value", [None, "text"])
+def test_a_carried_attribute_stays_an_array(value: Any) -> None:
+    class Net(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = jnp.ones(())
+
+        def step(self, logits: Any, loss: Any, batch_idx: Any) -> Any:
+            scale = self.scale
+            self.scale = value
+            return scale
+
+    module = Net()
+    with pytest.raises(TypeError, match=r"The step set `self.scale`, which held an array, to (None|'text')"):
+        make_engine(module).train_step(DATA[0], batch_idx=0)
+    assert float(module.scale) == 1

@@ -68,3 +68,14 @@ def test_importing_the_library_offers_lightnings_names() -> None:
         "assert pl.LightningModule is pl.JaxLightningModule\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_test_that_the_migration_guide_names_exists() -> None:
+    """`verbatim/test_x.py::test_y`, or `::test_y` of the file named before it."""
+    path, found = None, 0
+    for name, test in re.findall(r"`([\w/]*(?:\.py)?)::(\w+)`", (ROOT / "MIGRATION.md").read_text()):
+        path = ROOT / "tests" / name if name else path
+        assert path is not None
+        assert f"def {test}(" in path.read_text(), f"{path.name}::{test}"
+        found += 1
+    assert found > 20

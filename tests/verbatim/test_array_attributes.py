@@ -35,7 +35,8 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        return nn.Dense(self.features)(jnp.tanh(nn.Dense(self.hidden)(x)))
+        x = jnp.tanh(nn.Dense(self.hidden)(x))
+        return nn.Dense(self.features)(x)
 
 
 def torch_mlp(inputs: int = 6, features: int = 3, hidden: int = 8) -> Any:
@@ -143,7 +144,7 @@ class MoCo(pl.LightningModule):
         ptr = self.queue_ptr[0]
         self.queue = jax.lax.dynamic_update_slice(self.queue, k.T.astype(self.queue.dtype), (jnp.zeros_like(ptr), ptr))
         self.queue_ptr = self.queue_ptr.at[0].set((ptr + len(k)) % self.queue.shape[1])
-        self.log_dict({"loss": loss, "queue": self.queue.sum(), "ptr": self.queue_ptr[0]})
+        self.log_dict({"loss": loss, "queue": self.queue.sum(), "ptr": 1.0 * self.queue_ptr[0]})
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -300,7 +301,7 @@ def test_prototypes_in_a_dict_and_in_a_list() -> None:
             return 0.1 * distance
 
     out = check(Prototypes, DATA)
-    assert float(sum(out.module.counts)) == 96
+    assert sum(float(count) for count in out.module.counts) == 96
     assert list(out.module.prototypes) == ["class 0", "class 1", "class 2"]
 
 
