@@ -293,9 +293,9 @@ def transplant(target: Any, fresh: Any) -> Any:
         target.clear()
         target.extend(items)
     elif kind == "dict":
-        items = {key: transplant(target.get(key), item) for key, item in fresh.items()}
+        entries = {key: transplant(target.get(key), item) for key, item in fresh.items()}
         target.clear()
-        target.update(items)
+        target.update(entries)
     else:
         for name, item in vars(fresh).items():
             object.__setattr__(target, name, transplant(vars(target).get(name), item))

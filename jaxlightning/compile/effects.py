@@ -189,13 +189,13 @@ def tracing_class(cls: type) -> type:
         tracer = object.__getattribute__(self, "__dict__").get("_tracer")
         if tracer is not None and name not in INTERNAL and not tracer.write(name, value):
             return
-        cls.__setattr__(self, name, value)
+        cls.__setattr__(self, name, value)  # type: ignore[call-arg]
 
     def deleteattribute(self: Any, name: str) -> None:
         tracer = object.__getattribute__(self, "__dict__").get("_tracer")
         if tracer is not None:
             tracer.delete(name)
-        cls.__delattr__(self, name)
+        cls.__delattr__(self, name)  # type: ignore[call-arg]
 
     made = type(
         cls.__name__,

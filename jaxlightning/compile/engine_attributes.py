@@ -274,7 +274,7 @@ class EngineAttributes(EngineState):
             owner = self.binding.owners.get(f"{prefix}." if prefix else "")
             if owner is None:
                 continue
-            held = getattr(owner, name, None)
+            held: Any = getattr(owner, name, None)
             if "" in arrays and not is_container(held):
                 new = jnp.array(arrays[""])
                 # An array of no axes may be a placeholder that the first step replaces.

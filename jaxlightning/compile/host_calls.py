@@ -113,7 +113,7 @@ class HostObject:
             "in a hook such as `on_train_start`."
         )
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The class of the real object, so that `isinstance` answers as outside a step."""
         return HostObject if any(f".{lazy}" in self._text for lazy in _LAZY) else type(self._find())
@@ -152,7 +152,7 @@ class _NoResult:
         return self._refuse()
 
     __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __int__ = __float__ = __contains__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __enter__ = __exit__ = __setattr__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __enter__ = __exit__ = __setattr__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __array__ = __jax_array__ = _refuse
     __hash__ = None  # type: ignore[assignment]
 

@@ -105,4 +105,4 @@ def _without_numbers(value: Any) -> tuple[Any, bool]:
 
 
 def _evaluated(item: Any, env: HostEnvironment | None) -> Any:
-    return item.expression.evaluate(env) if type(item) is _Number else item
+    return item.expression.evaluate(env) if type(item) is _Number and env is not None else item

@@ -235,7 +235,7 @@ class Trace:
         except ImportError:
             yield
             return
-        with set_current_trace(self.level):
+        with set_current_trace(self.level):  # type: ignore[no-untyped-call]
             yield
 
     def owns(self, value: Any) -> bool:

@@ -171,7 +171,7 @@ def settle_writes(snapshot: Snapshot, tracer: OwnerTracer, trace: Trace, where: 
 def _deliver(trace: Trace, owner: Any, prefix: str, name: str, value: Any, tracer: OwnerTracer) -> None:
     """The attribute gets its value after each step."""
     instance = owner.__dict__
-    engine = trace.attributes.engine  # type: ignore[union-attr]
+    engine: Any = trace.attributes.engine  # type: ignore[union-attr]
     key = (id(owner), name)
 
     def apply(concrete: Any) -> None:
@@ -272,6 +272,7 @@ def _containers(value: Any, seen: set[int], depth: int = 0) -> Sequence[tuple[An
         return []
     if isinstance(value, np.ndarray):
         return [(value, value.copy())] if value.dtype.kind not in "OSU" and value.size <= 1 << 22 else []
+    own: Any
     if isinstance(value, dict):
         own, items = (dict(value), list(value.values()))
     elif isinstance(value, list | collections.deque):
