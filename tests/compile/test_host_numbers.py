@@ -621,18 +621,12 @@ def test_a_constant_outside_the_module_is_never_stale(monkeypatch: pytest.Monkey
     assert found[0]._engine.trace_counts == {"train": len(CHANGES) + 1}
 
 
-# --- what the step changed on other objects ---------------------------------------------------------------------------
+def test_a_change_of_a_global_by_the_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SETTINGS, "w", [1.0, 2.0])
 
-
-class Stats:
-    def __init__(self) -> None:
-        self.total = 0
-
-
-def test_a_change_of_a_child_object_is_refused() -> None:
     def body(self: Any, batch: Any, batch_idx: Any) -> Any:
-        self.stats.total += 1
-        return jnp.float32(1.0)
+        SETTINGS["w"].append(3.0)
+        return batch.mean()
 
-    with pytest.raises(RuntimeError, match=r"changed `self\.stats`"):
-        losses(Plain(body, stats=Stats()), 1)
+    with pytest.raises(RuntimeError, match="changed `the global SETTINGS` in place"):
+        losses(Plain(body), 1)
