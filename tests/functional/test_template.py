@@ -103,14 +103,14 @@ def test_the_template_is_its_own_loop_on_tfds(template: ModuleType, shared: Path
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_five_epochs_of_fashion_mnist_from_torchvision(template: ModuleType, shared: Path, tmp_path: Path) -> None:
     assert check(template, "torchvision", shared, tmp_path, epochs=5, limit=None) >= 0.86
 
 
 @pytest.mark.slow
 @pytest.mark.tf
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_five_epochs_of_fashion_mnist_from_tfds(template: ModuleType, shared: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorflow_datasets")
     assert check(template, "tfds", shared, tmp_path, epochs=5, limit=None) >= 0.86
