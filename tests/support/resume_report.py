@@ -32,7 +32,7 @@ class _Collector:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the page when the whole cross has run."""
+    """Write the page when every cell of the cross has run."""
     config = session.config
     cells = config.stash[_CELLS]
     if not config.getoption("--write-status") or hasattr(config, "workeroutput") or not cells:
@@ -40,12 +40,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     from support.resume import FURTHER, MODELS
     from support.resume_data import SOURCES
 
-    wanted = {f"{model}, {source}" for model in MODELS for source in SOURCES} | {
-        f"{model}, arrays" for model in FURTHER
-    }
-    if wanted - cells.keys():
-        return
+    wanted = {f"{model}, {source}" for model in MODELS for source in SOURCES}
+    if not (wanted | {f"{model}, arrays" for model in FURTHER}) - cells.keys():
+        PAGE.write_text(render(cells))
+
+
+def render(cells: dict[str, str]) -> str:
+    """The page; a cell that did not run is empty.
+
+    Args:
+        cells: `"<model>, <source>"` to the outcome.
+    """
     import jax
+
+    from support.resume import FURTHER, MODELS
+    from support.resume_data import SOURCES
 
     lines = [
         "# The full cross of resumes",
@@ -54,7 +63,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         f"{platform.python_version()} and JAX {jax.__version__}; do not edit. Each cell is eight stops, one after "
         "every batch of two epochs; *exact* means that parameters, other variables, optimizer states, schedulers, "
         "counters, callbacks, metrics, random streams, files and the CSV file of every resumed run are those of the "
-        "run that was never stopped, bit for bit.",
+        "run that was never stopped, bit for bit. An empty cell did not run.",
         "",
         "| model | " + " | ".join(SOURCES) + " |",
         "|---|" + "---|" * len(SOURCES),
@@ -62,4 +71,4 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for model in (*MODELS, *FURTHER):
         row = [cells.get(f"{model}, {source}", "") for source in SOURCES]
         lines.append(f"| {model} | " + " | ".join(row) + " |")
-    PAGE.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
