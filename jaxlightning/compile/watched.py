@@ -303,9 +303,11 @@ def used_by(function: Any, seen: set[int]) -> Iterator[tuple[Any, str, Any, str]
         return
     found: list[tuple[Any, str, Any, str]] = []
     for name, attribute in _global_names(function.__code__):
-        value = space.get(name, MISSING)
+        # Names that no source can have are made by tools that rewrite code (pytest's assertions).
+        value = space.get(name, MISSING) if name.isidentifier() else MISSING
         if isinstance(value, types.ModuleType):
-            if attribute is not None and _of_user(value.__name__):
+            installed = "site-packages" in (getattr(value, "__file__", None) or "")
+            if attribute is not None and not installed and _of_user(value.__name__):
                 held = vars(value).get(attribute, MISSING)
                 found.append((vars(value), attribute, held, f"{name}.{attribute}"))
         elif value is not MISSING:
