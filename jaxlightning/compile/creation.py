@@ -133,6 +133,9 @@ def _creator(
         )
         joined = batches.join(treedef, arrays, positions, paths, kinds)
         run_user_step(engine.binding, trace, joined, None, strict=False, forward=forward)
+        for path in trace.asked:
+            if path not in trace.params:  # a copy that the step does not call, of a network that it called later
+                engine.binding.linen[path]._create_as_copy(trace)
         created.update(trace.created)
         return {n: trace.params[n] for n in trace.created}, {n: trace.variables.get(n, {}) for n in trace.created}
 

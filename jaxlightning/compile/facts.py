@@ -22,6 +22,7 @@ class EffectFacts:
         recorded: Paths of containers that steps fill without reading them: `"outputs"`, `"child.outputs"`.
         converted: For carried containers the paths of numbers that are arrays from now on, with their dtypes.
         constants: Attributes (`(id(module), name)`) that some trace read as constants or did not find.
+        pure: Whether there is no host after a step, so that an attribute that is only written is carried too.
         changes: Shapes, dtypes and structures that steps gave to a carried attribute, once they changed.
     """
 
@@ -30,3 +31,4 @@ class EffectFacts:
     converted: dict[str, dict[str, Any]] = field(default_factory=dict)
     constants: set[tuple[int, str]] = field(default_factory=set)
     changes: dict[str, list[str]] = field(default_factory=dict)
+    pure: bool = False

@@ -116,6 +116,7 @@ def functionalize(
             "that it returns, inside `with jax.enable_x64(True):`."
         )
     engine = Engine(module, seed=seed, precision=policy)
+    engine.effect_facts.pure = True
     engine.attach()
     setup = parse_optimizers(module, module.configure_optimizers())
     engine.set_optimizers(setup.optimizers)

@@ -338,6 +338,7 @@ class LinenNetwork:
             return self._engine.params_of(self._path)
         if trace.creating and self._path not in trace.params:
             self._create_as_copy(trace)
+            trace.asked.add(self._path)
         return trace.params.get(self._path)
 
     @params.setter

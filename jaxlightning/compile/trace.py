@@ -127,6 +127,7 @@ class Trace:
         view: What `self.trainer` is for the user's code; None for the trainer itself.
         host: Guards of this variant; None where nothing is compiled.
         written: `{network: params}` of networks whose parameters the step assigned.
+        asked: Networks whose parameters the step asked for while there were none.
         differentiated: Whether the run is differentiated with respect to `params`.
         mask: Which rows of the batch are real, bool of shape [rows]; None when batches are not padded.
         mask_read: Whether the step looked at the mask.
@@ -159,6 +160,7 @@ class Trace:
     view: Any = None
     host: HostInputs | None = None
     written: dict[str, Any] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
     differentiated: bool = False
 
     def add_log(self, meta: LogMeta, value: Any, weight: Any = None) -> None:

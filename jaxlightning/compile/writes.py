@@ -152,6 +152,8 @@ def settle_writes(snapshot: Snapshot, tracer: OwnerTracer, trace: Trace, where: 
                 attributes.found[prefix + name] = None
             elif read and isinstance(old, bool | int | float) and is_array(new):
                 attributes.found[prefix + name] = np.asarray(old, new.dtype)
+            elif attributes.engine.effect_facts.pure and is_array(new):
+                attributes.found[prefix + name] = np.zeros(new.shape, new.dtype)  # never read
             else:
                 _deliver(trace, owner, prefix, name, new, tracer)
         elif holds_tracers(new):

@@ -125,7 +125,7 @@ def test_buffers_have_torchs_rules() -> None:
     module.mean_ = 1
     with pytest.raises(KeyError, match="attribute 'mean_' already exists"):
         module.register_buffer("mean_", jnp.zeros(3))
-    with pytest.raises(KeyError, match=r'can\'t contain "."'):
+    with pytest.raises(KeyError, match="buffer name can"):
         module.register_buffer("a.b", jnp.zeros(3))
     with pytest.raises(KeyError, match="empty string"):
         module.register_buffer("", jnp.zeros(3))
