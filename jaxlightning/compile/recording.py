@@ -130,7 +130,7 @@ class _Recorded:
         raise self._place.contents()
 
     __hash__ = None  # type: ignore[assignment]
-    __reduce_ex__ = _need_contents  # type: ignore[assignment]
+    __reduce_ex__ = _need_contents
 
 
 class RecordedList(_Recorded, list[Any]):
@@ -154,7 +154,7 @@ class RecordedList(_Recorded, list[Any]):
         self._place.change("extend", (items,))
         self._new.extend(items)
 
-    def __iadd__(self, items: Iterable[Any]) -> RecordedList:  # type: ignore[override, misc]
+    def __iadd__(self, items: Iterable[Any]) -> RecordedList:  # type: ignore[misc]
         self.extend(items)
         return self
 
@@ -194,9 +194,9 @@ class RecordedList(_Recorded, list[Any]):
             return iter(list(self._new))
         raise self._place.contents()
 
-    insert = pop = remove = sort = reverse = index = count = copy = _Recorded._need_contents  # type: ignore[assignment]
-    __contains__ = __eq__ = __ne__ = __add__ = __mul__ = __rmul__ = __imul__ = __reversed__ = _Recorded._need_contents  # type: ignore[assignment]
-    __setitem__ = __delitem__ = __lt__ = __le__ = __gt__ = __ge__ = _Recorded._need_contents  # type: ignore[assignment]
+    insert = pop = remove = sort = reverse = index = count = copy = _Recorded._need_contents
+    __contains__ = __eq__ = __ne__ = __add__ = __mul__ = __rmul__ = __imul__ = __reversed__ = _Recorded._need_contents
+    __setitem__ = __delitem__ = __lt__ = __le__ = __gt__ = __ge__ = _Recorded._need_contents
 
     def __repr__(self) -> str:
         return f"<list `{self._place.text}` in a step, {len(self._new)} new items>"
@@ -225,7 +225,7 @@ class RecordedDeque(_Recorded, collections.deque[Any]):
         for item in items:
             self.append(item)
 
-    def __iadd__(self, items: Iterable[Any]) -> RecordedDeque:  # type: ignore[override, misc]
+    def __iadd__(self, items: Iterable[Any]) -> RecordedDeque:  # type: ignore[misc]
         self.extend(items)
         return self
 
@@ -235,11 +235,11 @@ class RecordedDeque(_Recorded, collections.deque[Any]):
         limit = old.maxlen if isinstance(old, collections.deque) else None
         return length if limit is None else min(length, limit)
 
-    clear = extendleft = insert = pop = popleft = remove = reverse = rotate = index = count = copy = (  # type: ignore[assignment]
+    clear = extendleft = insert = pop = popleft = remove = reverse = rotate = index = count = copy = (
         _Recorded._need_contents
     )
-    __contains__ = __eq__ = __ne__ = __add__ = __mul__ = __rmul__ = __imul__ = __reversed__ = _Recorded._need_contents  # type: ignore[assignment]
-    __getitem__ = __setitem__ = __delitem__ = __iter__ = __lt__ = __le__ = __gt__ = __ge__ = _Recorded._need_contents  # type: ignore[assignment]
+    __contains__ = __eq__ = __ne__ = __add__ = __mul__ = __rmul__ = __imul__ = __reversed__ = _Recorded._need_contents
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __lt__ = __le__ = __gt__ = __ge__ = _Recorded._need_contents
 
     def __repr__(self) -> str:
         return f"<deque `{self._place.text}` in a step, {len(self._new)} new items>"
@@ -275,11 +275,11 @@ class RecordedSet(_Recorded, set[Any]):
         place = self._place
         return bool(place.ask(f"{key!r} in {place.text}", lambda old: old is not _ABSENT and key in old))
 
-    clear = pop = remove = union = difference = intersection = issubset = issuperset = copy = _Recorded._need_contents  # type: ignore[assignment]
-    difference_update = intersection_update = symmetric_difference_update = _Recorded._need_contents  # type: ignore[assignment]
-    symmetric_difference = isdisjoint = __iter__ = __len__ = __eq__ = __ne__ = _Recorded._need_contents  # type: ignore[assignment]
-    __and__ = __or__ = __sub__ = __xor__ = __iand__ = __isub__ = __ixor__ = __ior__ = _Recorded._need_contents  # type: ignore[assignment]
-    __lt__ = __le__ = __gt__ = __ge__ = _Recorded._need_contents  # type: ignore[assignment]
+    clear = pop = remove = union = difference = intersection = issubset = issuperset = copy = _Recorded._need_contents
+    difference_update = intersection_update = symmetric_difference_update = _Recorded._need_contents
+    symmetric_difference = isdisjoint = __iter__ = __len__ = __eq__ = __ne__ = _Recorded._need_contents
+    __and__ = __or__ = __sub__ = __xor__ = __iand__ = __isub__ = __ixor__ = __ior__ = _Recorded._need_contents
+    __lt__ = __le__ = __gt__ = __ge__ = _Recorded._need_contents
 
     def __repr__(self) -> str:
         return f"<set `{self._place.text}` in a step, {len(self._new)} new items>"
@@ -306,7 +306,7 @@ class RecordedDict(_Recorded, dict[Any, Any]):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> RecordedDict:  # type: ignore[override, misc]
+    def __ior__(self, other: Any) -> RecordedDict:  # type: ignore[misc]
         self.update(other)
         return self
 
@@ -345,8 +345,8 @@ class RecordedDict(_Recorded, dict[Any, Any]):
     def __len__(self) -> int:
         raise self._place.contents()
 
-    clear = pop = popitem = get = items = keys = values = copy = _Recorded._need_contents  # type: ignore[assignment]
-    __delitem__ = __iter__ = __eq__ = __ne__ = __or__ = __ror__ = __reversed__ = _Recorded._need_contents  # type: ignore[assignment]
+    clear = pop = popitem = get = items = keys = values = copy = _Recorded._need_contents
+    __delitem__ = __iter__ = __eq__ = __ne__ = __or__ = __ror__ = __reversed__ = _Recorded._need_contents
 
     def __repr__(self) -> str:
         return f"<dict `{self._place.text}` in a step, {len(self._new)} new items>"
