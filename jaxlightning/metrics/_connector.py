@@ -76,7 +76,7 @@ class LoggerConnector(Sender):
             options,
             fx=getattr(module, "_current_fx_name", None),
             results=results,
-            has_logger=bool(self._trainer.loggers),
+            has_logger=bool(_loggers(self._trainer)),
             warnings=self._warnings,
             module=module,
         )
@@ -370,3 +370,9 @@ class LoggerConnector(Sender):
         self.__dict__.update(state)
         self._owner = Owner(self._trainer)
         self._queue = EmissionQueue(self._send, self._public.show)
+
+
+def _loggers(trainer: Any) -> Any:
+    """The loggers, past the property that takes a read in a step for the user's, by which the step would decide."""
+    found = vars(trainer).get("_loggers")
+    return trainer.loggers if found is None else found

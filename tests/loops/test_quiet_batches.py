@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jaxlightning as pl
 from jaxlightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer, TQDMProgressBar
@@ -245,3 +246,49 @@ def test_numbers_of_the_host_follow_in_quiet_stretches(tmp_path: Path, monkeypat
     assert quick[0] == pytest.approx(eager[0], rel=1e-5)
     for name, value in slow[1].items():
         np.testing.assert_array_equal(quick[1][name], value)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_an_ordinary_step_needs_nothing_on_the_host(kind: str, tmp_path: Path) -> None:
+    """Logging, dropout, BatchNorm, constants and metric objects cost a batch no more than the compiled call."""
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+            return nn.Dense(3)(nn.Dropout(0.2, deterministic=not train)(x))
+
+    class NNX(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.first, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+            self.drop, self.last = nnx.Dropout(0.2, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.last(self.drop(self.norm(self.first(x))))
+
+    class Ordinary(pl.LightningModule):
+        def __init__(self, weight: float = 0.5) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = Linen() if kind == "linen" else NNX()
+            self.accuracy = pl.metrics.Accuracy(task="multiclass", num_classes=3)
+            self.names = ["a", "b"]
+
+        def training_step(self, batch: Any, batch_idx: int) -> jax.Array:
+            x, y = batch
+            x = x + 0.01 * jax.random.normal(self.next_rng(), x.shape)
+            logits = self.net(x)
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() * self.hparams.weight
+            self.accuracy(logits, y)
+            self.log_dict({f"{name}_loss": loss for name in self.names}, prog_bar=True)
+            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.adam(1e-2)
+
+    trainer = _trainer(tmp_path, max_epochs=1, check_val_every_n_epoch=None, limit_val_batches=0)
+    trainer.fit(Ordinary(), Loader(6))
+    step = trainer._engine.compiled["train"]
+    assert step.plain, (step.info.host and step.info.host.guards, step.info.effects)
