@@ -124,6 +124,7 @@ class Engine(EngineLogs):
         self._dirty = False
         self._plain: CompiledStep | None = None
         self._repeatable: CompiledStep | None = None
+        self._repeated: RepeatedStep | None = None
         self._plain_choice: tuple[Any, bool] | None = None
         self._hyper_lists: list[list[float]] = []
         self._floats: Any = None
@@ -384,7 +385,10 @@ class Engine(EngineLogs):
             )
         ):
             return None
-        return RepeatedStep(self, variant)
+        known = self._repeated
+        if known is None or known.variant is not variant or not known.fits(self._floats):
+            known = self._repeated = RepeatedStep(self, variant)
+        return known
 
     def fused_variant(self, base: CompiledStep, stacked: list[Any], integers: Any, unroll: int) -> CompiledStep:
         """The variant that does what `base` does for several batches in one call.

@@ -7,6 +7,7 @@ host, so only batches between which nothing is due may be fused (`loops.quiet_ba
 from __future__ import annotations
 
 import math
+import operator
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ __all__ = ["AUTO_STEPS", "Fusion", "check_steps_per_dispatch", "make_fusion"]
 AUTO_STEPS = 16
 """Steps in one call with `"auto"`: with the default `log_every_n_steps=50` three such calls fit between log points."""
 
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _TRIALS = 3
 _GAIN = 0.9
 """With `"auto"` a fused step must take at most this part of the time of a single one."""
@@ -98,10 +100,9 @@ class Fusion:
         stacked = []
         for column in zip(*columns, strict=True):
             first = column[0]
-            if any(
-                type(leaf) is not np.ndarray or leaf.shape != first.shape or leaf.dtype != first.dtype
-                for leaf in column
-            ):
+            if set(map(type, column)) != {np.ndarray}:
+                return None
+            if len(set(map(_SHAPE, column))) != 1 or len(set(map(_DTYPE, column))) != 1:
                 return None
             # `concatenate` is several times as fast as `stack`.
             joined = np.concatenate(column) if first.ndim else np.array(column)

@@ -95,7 +95,7 @@ class OptimizerUpdate:
         self._handle = handle
         self._frozen = run.frozen
         self._shape: Any = jax.tree_util.tree_structure(nested if own is None else select(nested, own))
-        self._count = self._shape.num_leaves
+        self._count: int = self._shape.num_leaves
         self._rest = jax.tree_util.tree_structure((run.opt_states[index], run.guards))
 
     def kept(self, run: ManualBase, index: int) -> list[Any]:

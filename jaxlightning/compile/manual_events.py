@@ -210,7 +210,7 @@ class Cut(Event):
 
 event_p = Primitive("manual_event")
 event_p.multiple_results = True
-event_p.def_abstract_eval(lambda *_, event: list(event.avals))
+event_p.def_abstract_eval(lambda *_, event: list(event.avals))  # type: ignore[no-untyped-call]
 
 
 def emit(event: Event, *operands: Any) -> list[Any]:
@@ -223,7 +223,7 @@ def emit(event: Event, *operands: Any) -> list[Any]:
     Returns:
         Its results.
     """
-    results: list[Any] = event_p.bind(*operands, event=event)
+    results: list[Any] = event_p.bind(*operands, event=event)  # type: ignore[no-untyped-call]
     return results
 
 

@@ -7,6 +7,7 @@ or writes follow at every step all the same.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from jaxlightning.compile.variants import CompiledStep
 
 __all__ = ["RepeatedStep"]
+
+
+@functools.lru_cache(maxsize=64)
+def _counting(count: int) -> Any:
+    """What is added to the first step's integers: batch, micro-step and optimizer step count on, int32 `[count, 5]`."""
+    return np.arange(count, dtype=np.int32)[:, None] * np.array((0, 1, 1, 0, 1), np.int32)
 
 
 class RepeatedStep:
@@ -46,6 +53,10 @@ class RepeatedStep:
         """Whether nothing was changed on the module since."""
         return not self.engine._dirty
 
+    def fits(self, floats: Any) -> bool:
+        """Whether it runs with these float inputs."""
+        return self._floats is floats
+
     @property
     def uses_host_numbers(self) -> bool:
         """Whether the host has something to compute for every step."""
@@ -53,14 +64,8 @@ class RepeatedStep:
 
     def integers(self, batch_idx: int, current_epoch: int, global_step: int, micro_step: int, count: int) -> Any:
         """The integer inputs of `count` steps, int32 `[count, 5]`."""
-        table = np.empty((count, 5), np.int32)
-        steps = np.arange(count, dtype=np.int32)
-        table[:, 0] = self.engine.seed32
-        table[:, 1] = micro_step + steps
-        table[:, 2] = batch_idx + steps
-        table[:, 3] = current_epoch
-        table[:, 4] = global_step + steps
-        return table
+        first = np.array((self.engine.seed32, micro_step, batch_idx, current_epoch, global_step), np.int32)
+        return _counting(count) + first
 
     def __call__(self, batch: Any, integers: Any) -> bool:
         """Runs a batch.
@@ -73,7 +78,7 @@ class RepeatedStep:
             False when the batch is not like the others; nothing has happened then.
         """
         if type(batch) is self._flat:
-            leaves = list(batch)
+            leaves: list[Any] = list(batch)  # type: ignore[call-overload]
         else:
             leaves, treedef = jax.tree_util.tree_flatten(batch)
             if treedef != self._treedef:

@@ -533,8 +533,9 @@ def _eager(function: Callable[..., Any], *args: Any) -> Any:
 def _flat(state: TrainState, treedef: Any, info: StepInfo) -> tuple[Any, ...]:
     leaves, got = jax.tree_util.tree_flatten(state)
     if got != treedef:
-        rest = jax.tree_util.tree_unflatten(treedef, list(range(treedef.num_leaves))).replace(attributes={})
-        if jax.tree_util.tree_structure(state.replace(attributes={})) == jax.tree_util.tree_structure(rest):
+        before = jax.tree_util.tree_unflatten(treedef, list(range(treedef.num_leaves))).replace(attributes={})
+        rest: Any = jax.tree_util.tree_structure(before)
+        if rest == jax.tree_util.tree_structure(state.replace(attributes={})):
             # A container of arrays on the module has other contents after this step.
             info.treedef_after, info.needs_host = got, True
             return tuple(leaves)

@@ -67,6 +67,7 @@ class QuietBatches:
         self._loop = loop
         self._trainer = trainer
         self._stream = stream
+        self._queue = trainer._logger_connector._queue
         self._limits = limits
         self._clip = clip
         self._validate_every = simple_interval(trainer) if loop._should_check_val_epoch() else 0
@@ -166,6 +167,8 @@ class QuietBatches:
 
     def _singly(self, step: RepeatedStep, integers: Any, batches: Any, steps: Any) -> None:
         total, current, step_total, step_current = batches.total, batches.current, steps.total, steps.current
+        queue = self._queue
+        due = bool(queue)
         trainer, fetch, deadline, clock = self._trainer, self._stream.fetch, self._deadline, time.monotonic
         signals = trainer._signal_connector
         for row in integers:
@@ -185,6 +188,9 @@ class QuietBatches:
             step_total.completed += 1
             step_current.completed += 1
             self._last = batch
+            if due:  # metrics of the step before go to the loggers while this one runs
+                due = False
+                queue.flush()
 
     def _fused(self, step: RepeatedStep, fusion: Fusion, integers: Any, batches: Any, steps: Any) -> None:
         total, current, step_total, step_current = batches.total, batches.current, steps.total, steps.current
@@ -206,10 +212,10 @@ class QuietBatches:
                     break
                 waiting.append(batch)
                 # The loader sees the counters that it would see with one step at a time.
-                for counter in (total, current):
-                    counter.ready += 1
-                for counter in (step_total, step_current):
-                    counter.completed += 1
+                total.ready += 1
+                current.ready += 1
+                step_total.completed += 1
+                step_current.completed += 1
             if len(waiting) < size or not fusion.run(step, waiting, integers[start : start + size]):
                 for counter in (total, current):
                     counter.ready -= len(waiting)
@@ -218,5 +224,7 @@ class QuietBatches:
                 self._stream.returned.extend([*waiting, *rest])
                 return
             self._last = waiting[-1]
+            if self._queue:
+                self._queue.flush()
             if not fusion.active:
                 return

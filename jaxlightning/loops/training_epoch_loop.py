@@ -202,12 +202,7 @@ class TrainingEpochLoop(Loop):
                 break
             if signals.pending:
                 signals.check()
-            if (
-                quiet is not None
-                and results is not None
-                and not (queue._waiting or returned)
-                and (room := quiet.room()) > 0
-            ):
+            if quiet is not None and results is not None and not returned and (room := quiet.room()) > 0:
                 quiet.run(room, results)
                 if trainer.should_stop or signals.pending:
                     continue

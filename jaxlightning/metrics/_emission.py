@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlightning.metrics._refs import Ref, fetch, to_scalar
+from jaxlightning.metrics._refs import Ref, fetch, on_cpu, to_scalar
 
 __all__ = ["Emission", "EmissionQueue", "may_be_late"]
 
@@ -55,6 +55,8 @@ class EmissionQueue:
         self._send = send
         self._show = show
         self._waiting: list[Emission] = []
+        # Whether copies to the host are worth starting early; on a CPU there is nothing to copy. None: not known yet.
+        self._starts_copies: bool | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -69,10 +71,12 @@ class EmissionQueue:
         self._waiting.append(emission)
         if not late or len(self._waiting) >= _MAX_WAITING:
             self.flush()
-        else:
+        elif self._starts_copies is not False:
             for values in (emission.metrics, emission.bar):
                 for value in values.values():
                     if type(value) is Ref:
+                        if self._starts_copies is None:
+                            self._starts_copies = not on_cpu(value.snapshot)
                         value.snapshot.start_fetch()
 
     def flush(self) -> None:

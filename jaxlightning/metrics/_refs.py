@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["Ref", "Snapshot", "fetch", "resolve", "resolve_in_place", "to_scalar"]
+__all__ = ["Ref", "Snapshot", "fetch", "on_cpu", "resolve", "resolve_in_place", "to_scalar"]
 
 
 class Snapshot:
@@ -25,10 +25,8 @@ class Snapshot:
 
     def start_fetch(self) -> None:
         """Begin the copy to the host without waiting for it."""
-        array = self._array
-        # On a CPU there is nothing to copy, and the call alone costs as much as a whole step of a small model.
-        if self.host is None and hasattr(array, "copy_to_host_async") and not _on_cpu(array):
-            array.copy_to_host_async()
+        if self.host is None and hasattr(self._array, "copy_to_host_async"):
+            self._array.copy_to_host_async()
 
     def array(self) -> Any:
         """The device array; only before `deliver`."""
@@ -57,7 +55,9 @@ class Ref:
         return host[()] if self.index is None else host[self.index]
 
 
-def _on_cpu(array: Any) -> bool:
+def on_cpu(snapshot: Snapshot) -> bool:
+    """Whether a snapshot's array lies in the host's own memory already."""
+    array = snapshot.array()
     device = getattr(array, "device", None)  # of a sharded array its sharding
     return getattr(device, "platform", None) == "cpu"
 
@@ -65,7 +65,9 @@ def _on_cpu(array: Any) -> bool:
 def fetch(snapshots: Iterable[Snapshot]) -> None:
     """Bring snapshots to the host, all of them with one `jax.device_get`; nothing happens if all are there."""
     missing = list(dict.fromkeys(snapshot for snapshot in snapshots if snapshot.host is None))
-    if missing:
+    if len(missing) == 1:  # the common case, without a tree around the array
+        missing[0].deliver(jax.device_get(missing[0].array()))
+    elif missing:
         for snapshot, host in zip(missing, jax.device_get([s.array() for s in missing]), strict=True):
             snapshot.deliver(host)
 
