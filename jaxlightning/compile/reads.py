@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from jaxlightning.compile.watched import MISSING, current_value, in_place, is_generator, same, snapshot, used_by
 
 __all__ = ["Read", "ReadRecorder"]
+
+_log = logging.getLogger("jaxlightning")
 
 
 @dataclass
@@ -25,6 +28,11 @@ class Read:
     name: str
     kept: Any
     key: str | None = None
+
+    @property
+    def outside(self) -> bool:
+        """Whether it lies in a closure or in the globals of a module, and not on the user's module."""
+        return self.key is not None and (self.key.startswith("the global ") or " in the closure of " in self.key)
 
     @property
     def now(self) -> Any:
@@ -90,10 +98,18 @@ class ReadRecorder:
         """
         lost: list[str] = []
         drawn: list[str] = []
-        for read in self.changed():
+        outside: list[str] = []
+        for place, read in list(self.reads.items()):
             now = read.now
+            if same(read.kept, now):
+                continue
             if same(read.kept, now, grown=True):
                 read.kept = snapshot(now)  # something was cached on it
+            elif read.outside and not is_generator(read.kept):
+                # Not a part of the module: often a list that notes when the step is traced. Nothing waits for it, so
+                # it is no reason to compile again either.
+                outside.append(str(read.key))
+                del self.reads[place]
             else:
                 (drawn if is_generator(read.kept) else lost).append(
                     f"self.{read.name}" if read.key is None else read.key
@@ -103,6 +119,13 @@ class ReadRecorder:
                 f"`{where}` drew random numbers from {', '.join(f'`{name}`' for name in drawn)}. The step is compiled: "
                 "the same numbers would be used at every step. Draw with `jax.random.*(self.next_rng(), ...)`, which "
                 "gives a new key at every call and step."
+            )
+        if outside:
+            _log.warning(
+                "`%s` changed %s. The step is compiled, so such a change happens while it is traced and not at every "
+                "step; what the step reads from there is what it was then. What has to follow belongs on the module.",
+                where,
+                ", ".join(f"`{name}`" for name in outside),
             )
         if lost:
             raise RuntimeError(

@@ -230,7 +230,6 @@ def test_writes_that_cannot_be_repeated_are_refused_by_name_and_line_and_undone(
         make_engine(module).train_step(batches()[0], batch_idx=0)
     text = str(raised.value)
     assert "`self.mode` (it was read and then set to 'second', test_engine.py:" in text
-    assert "`self.phase` (the Phase in it changed" in text
     assert "`self.table` (a numpy array changed in place" in text
     assert "jit=False" in text
     assert module.mode == "first"
@@ -255,9 +254,9 @@ def test_host_random_draws_are_refused(draw: str) -> None:
     ("body", "advice"),
     [
         (lambda x: x if x.sum() > 0 else -x, "jnp.where"),
-        (lambda x: x * float(x.sum()), "no float"),
-        (lambda x: x * x.sum().item(), "no float"),
-        (lambda x: x * np.asarray(x), "no float"),
+        (lambda x: x * float(x.sum()), "it cannot become a"),
+        (lambda x: x * x.sum().item(), "it cannot become a"),
+        (lambda x: x * np.asarray(x), "it cannot become a"),
         (lambda x: x[x > 0], "do not depend on values"),
     ],
 )

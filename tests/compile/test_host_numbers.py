@@ -621,12 +621,23 @@ def test_a_constant_outside_the_module_is_never_stale(monkeypatch: pytest.Monkey
     assert found[0]._engine.trace_counts == {"train": len(CHANGES) + 1}
 
 
-def test_a_change_of_a_global_by_the_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_a_global_or_closure_by_the_step_is_said_once_and_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(SETTINGS, "w", [1.0, 2.0])
 
     def body(self: Any, batch: Any, batch_idx: Any) -> Any:
         SETTINGS["w"].append(3.0)
+        traces.append(batch_idx)
         return batch.mean()
 
-    with pytest.raises(RuntimeError, match="changed `the global SETTINGS` in place"):
-        losses(Plain(body), 1)
+    traces: list[Any] = []
+    module = Plain(body)
+    losses(module, 3)
+    assert len(traces) <= 2  # when the variables are created, and when the step is compiled
+    assert module._engine is not None
+    assert module._engine.trace_counts == {"train": 1}
+    said = [record.getMessage() for record in caplog.records if "while it is traced" in record.getMessage()]
+    assert len(said) == 1
+    assert "`the global SETTINGS`" in said[0]
+    assert "`traces in the closure of body`" in said[0]
