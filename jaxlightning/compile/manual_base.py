@@ -94,8 +94,9 @@ class OptimizerUpdate:
         self._binding = run.binding
         self._handle = handle
         self._frozen = run.frozen
-        self._shape: Any = jax.tree_util.tree_structure(nested if own is None else select(nested, own))
-        self._count: int = self._shape.num_leaves
+        mine = nested if own is None else select(nested, own)
+        self._shape = jax.tree_util.tree_structure(mine)
+        self._count = len(jax.tree_util.tree_leaves(mine))
         self._rest = jax.tree_util.tree_structure((run.opt_states[index], run.guards))
 
     def kept(self, run: ManualBase, index: int) -> list[Any]:

@@ -94,6 +94,7 @@ class CompiledStep:
         if self._compiled is None:
             return False  # an eager step may look at anything of the trainer's, so that has to be up to date
         alone = self.positions is None and info.effects is None and not info.skipped and not info.plan.states
+        alone = alone and not info.reshapes
         return alone and (not info.needs_host or (info.host is not None and not info.host.looks_back))
 
     def _have(self, stage: Any) -> Any:
