@@ -13,7 +13,10 @@ from support.resume import compiling_once, differing, run
 
 import jaxlightning as pl
 
-pytestmark = pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

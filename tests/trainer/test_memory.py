@@ -9,11 +9,14 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
+import pytest
 
 import jaxlightning as jl
 
 WIDTH, ROWS = 137, 6  # shapes that nothing else here has
 PARAMETERS, OUTPUTS = (WIDTH, WIDTH), (ROWS, WIDTH)
+
+pytestmark = pytest.mark.slow
 
 
 class Net(jl.LightningModule):

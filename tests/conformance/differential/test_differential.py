@@ -128,6 +128,7 @@ def test_a_plain_run_agrees_without_any_rule() -> None:
     assert differences(config=plain(), rules=[]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_rule_is_needed_and_is_enough(rule: Any) -> None:
     config = plain(**NEEDS_RULE[rule.name])
