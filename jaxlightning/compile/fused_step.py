@@ -126,6 +126,9 @@ class Fusion:
         stacked = self.stack(batches, single.variant.treedef)
         if stacked is None:
             return False
+        return self._call(single, stacked, integers)
+
+    def _call(self, single: RepeatedStep, stacked: list[Any], integers: Any) -> bool:
         call = self._compiled(single, stacked, integers).call
         try:
             single.take(call(self.engine._leaves, stacked, integers, self.engine.floats))
@@ -158,27 +161,22 @@ class Fusion:
         if len(self._singles) <= len(self._fused):
             engine.block_until_ready()
             start = time.perf_counter()
-            for done, (batch, row) in enumerate(zip(batches, integers, strict=True)):
+            for batch, row in zip(batches, integers, strict=True):
                 if not single(batch, row):
-                    return self._rest(single, batches[done:], integers[done:])
+                    # They are alike, so it is the first of them: of another shape than the batches before.
+                    return False
             engine.block_until_ready()
             self._singles.append(time.perf_counter() - start)
             return True
-        call = self._compiled(single, stacked, integers).call
+        self._compiled(single, stacked, integers)
         engine.block_until_ready()
         start = time.perf_counter()
-        single.take(call(engine._leaves, stacked, integers, engine.floats))
+        if not self._call(single, stacked, integers):
+            return False
         engine.block_until_ready()
         # The first call has warming up to do.
         self._fused.append(time.perf_counter() - start if self._fused else math.inf)
         return True
-
-    @staticmethod
-    def _rest(single: RepeatedStep, batches: list[Any], integers: Any) -> bool:
-        raise RuntimeError(
-            f"{len(batches)} batches of the same shapes did not fit the step that was compiled for them; this is a "
-            "defect."
-        )
 
 
 def _unroll(single: RepeatedStep, steps: int) -> int:

@@ -40,13 +40,13 @@ def _limits(trainer: Any) -> list[Limit] | None:
     for callback in trainer.callbacks:
         if any(runs_user_code(callback, name) for name in _HOOKS):
             return None
-    for hook in {
-        id(h.__self__): h for name in _HOOKS for h in hooks.callbacks(name) if hasattr(h, "__self__")
-    }.values():
-        limit = getattr(hook.__self__, "quiet_batches", None)
-        if limit is None:
-            return None
-        limits.append(limit)
+    for name in _HOOKS:
+        for hook in hooks.callbacks(name):
+            limit = getattr(getattr(hook, "__self__", None), "quiet_batches", None)
+            if limit is None:
+                return None
+            if limit not in limits:
+                limits.append(limit)
     return limits
 
 

@@ -175,6 +175,18 @@ def test_auto_keeps_single_steps_unless_fused_ones_are_faster(
     _assert_same_state(module, reference)
 
 
+@pytest.mark.parametrize("steps", ["auto", 16])
+@pytest.mark.parametrize("first", [21, 41])
+def test_another_shape_from_some_batch_on_changes_nothing(steps: Any, first: int, tmp_path: Path) -> None:
+    """As buckets give them: so many alike batches of a new shape that all batches of one call have it."""
+    loader = Loader(100, sizes=dict.fromkeys(range(first, 100), 5))
+    options: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 100}
+    _, fused, fused_rows = _fit(tmp_path / "fused", loader, steps_per_dispatch=steps, **options)
+    _, single, rows = _fit(tmp_path / "single", loader, **options)
+    assert fused_rows == rows
+    _assert_same_state(fused, single)
+
+
 def test_hooks_per_batch_keep_steps_single(tmp_path: Path) -> None:
     class Watch(pl.Callback):
         seen = 0
