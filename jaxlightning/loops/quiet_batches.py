@@ -144,7 +144,7 @@ class QuietBatches:
         try:
             fuses = fusion is not None and fusion.active and not step.uses_host_numbers
             if fusion is not None and fuses and room >= fusion.steps:
-                self._fused(step, fusion, integers, batches, optimizer.step)
+                self._fused(step, fusion, integers, batches, optimizer.step, results)
             else:
                 self._singly(step, integers, batches, optimizer.step)
         finally:
@@ -192,7 +192,9 @@ class QuietBatches:
                 due = False
                 queue.flush()
 
-    def _fused(self, step: RepeatedStep, fusion: Fusion, integers: Any, batches: Any, steps: Any) -> None:
+    def _fused(
+        self, step: RepeatedStep, fusion: Fusion, integers: Any, batches: Any, steps: Any, results: ResultCollection
+    ) -> None:
         total, current, step_total, step_current = batches.total, batches.current, steps.total, steps.current
         trainer, fetch, size = self._trainer, self._stream.fetch, fusion.steps
         signals = trainer._signal_connector
@@ -216,6 +218,8 @@ class QuietBatches:
                 current.ready += 1
                 step_total.completed += 1
                 step_current.completed += 1
+            if waiting:  # a call that is compiled now takes the weights of epoch means from these batches
+                results.start_batch(waiting[0], None)
             if len(waiting) < size or not fusion.run(step, waiting, integers[start : start + size]):
                 for counter in (total, current):
                     counter.ready -= len(waiting)
