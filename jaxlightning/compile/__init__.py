@@ -7,6 +7,7 @@
 - `functional`: the same pure functions for people with a loop of their own
 """
 
+from jaxlightning.compile.compiled_step import CompiledStep as CompiledStep
 from jaxlightning.compile.engine import Engine as Engine
 from jaxlightning.compile.engine import StepOutput as StepOutput
 from jaxlightning.compile.foreign_networks import PureNetwork as PureNetwork
@@ -19,7 +20,6 @@ from jaxlightning.compile.networks import LinenNetwork as LinenNetwork
 from jaxlightning.compile.networks import NetworkInfo as NetworkInfo
 from jaxlightning.compile.selection import ParameterSelection as ParameterSelection
 from jaxlightning.compile.trace import current_trace as current_trace
-from jaxlightning.compile.variants import CompiledStep as CompiledStep
 
 __all__ = [
     "CompiledStep",

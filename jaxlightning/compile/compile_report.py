@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 if TYPE_CHECKING:
-    from jaxlightning.compile.variants import CompiledStep
+    from jaxlightning.compile.compiled_step import CompiledStep
 
 __all__ = ["CompileReports"]
 

@@ -12,21 +12,21 @@ from jaxlightning.compile import batch as batches
 from jaxlightning.compile.attributes import TracedAttributes
 from jaxlightning.compile.checks import checked
 from jaxlightning.compile.explain import explained
+from jaxlightning.compile.flat_steps import weak_integers
 from jaxlightning.compile.paths import flatten, merge
 from jaxlightning.compile.persistent_cache import healing
 from jaxlightning.compile.run_step import run_user_step, step_key
 from jaxlightning.compile.trace import Scalars, Trace
-from jaxlightning.compile.variants import weak_integers
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
-    from jaxlightning.compile.engine import Engine
+    from jaxlightning.compile.engine_steps import EngineSteps
 
 __all__ = ["create_variables", "verify_restored"]
 
 
 def create_variables(
-    engine: Engine, stage: str, batch: Any, scalars: Scalars, *, forward: bool = False
+    engine: EngineSteps, stage: str, batch: Any, scalars: Scalars, *, forward: bool = False
 ) -> tuple[Any, Any]:
     """Runs the step of `stage` once to make what it lacks; everything else that it does is dropped.
 
@@ -52,7 +52,7 @@ def create_variables(
 
 
 def verify_restored(
-    engine: Engine, stage: str, batch: Any, scalars: Scalars, names: set[str], *, strict: bool
+    engine: EngineSteps, stage: str, batch: Any, scalars: Scalars, names: set[str], *, strict: bool
 ) -> set[str]:
     """Compares restored variables with those that the step of `stage` would create.
 
@@ -106,7 +106,7 @@ def verify_restored(
 
 
 def _creator(
-    engine: Engine, stage: str, batch: Any, scalars: Scalars, forward: bool
+    engine: EngineSteps, stage: str, batch: Any, scalars: Scalars, forward: bool
 ) -> tuple[Callable[..., Any], tuple[Any, Any], set[str]]:
     """A pure function that makes missing variables, its further arguments, and the set it fills with network names."""
     leaves, treedef = jax.tree_util.tree_flatten(batch)
@@ -147,7 +147,7 @@ def _creator(
     return pure, (arrays if engine.jit else [jax.numpy.array(a) for a in arrays], ints), created
 
 
-def _run(engine: Engine, create: Callable[..., Any]) -> Callable[..., Any]:
+def _run(engine: EngineSteps, create: Callable[..., Any]) -> Callable[..., Any]:
     if not engine.jit:
         return create
     compiled = explained(jax.jit(create), type(engine.module).__name__)

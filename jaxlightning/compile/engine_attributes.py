@@ -18,9 +18,10 @@ import numpy as np
 
 from jaxlightning.compile.attributes import as_leaf
 from jaxlightning.compile.containers import Carried, array_paths, is_container, rebuild, take_apart, transplant
-from jaxlightning.compile.engine_state import EngineState
+from jaxlightning.compile.engine_optimizers import EngineOptimizers
 from jaxlightning.compile.outputs import is_array
 from jaxlightning.compile.trace import path_hash
+from jaxlightning.compile.trees import device_copy, host_copy
 
 if TYPE_CHECKING:
     from jaxlightning.compile.facts import EffectFacts
@@ -31,7 +32,7 @@ _MAX_SHAPES = 3
 """Shapes that a carried attribute may take on in steps before it is taken for one that grows."""
 
 
-class EngineAttributes(EngineState):
+class EngineAttributes(EngineOptimizers):
     """Adds the array attributes of the module to the carried state."""
 
     effect_facts: EffectFacts
@@ -64,7 +65,7 @@ class EngineAttributes(EngineState):
     def _put_attribute(self, path: str, value: Any) -> None:
         leaf = self._as_carried(path, value)
         # Copies: a buffer of the user's must not be donated.
-        placed = self.strategy.put(jax.tree.map(lambda a: jnp.array(a, copy=True), leaf))
+        placed = self.strategy.put(device_copy(leaf))
         state = self.tree
         self._set_tree(state.replace(attributes={**state.attributes, path: placed}))
 
@@ -258,7 +259,8 @@ class EngineAttributes(EngineState):
             for name, value in owner.__dict__.items():
                 if isinstance(value, jax.Array) and name not in left_out:
                     out[prefix + name] = {"": value}
-        return jax.tree.map(lambda leaf: np.array(leaf, copy=True), jax.device_get(out))  # type: ignore[no-any-return]
+        copies: dict[str, dict[str, Any]] = host_copy(out)
+        return copies
 
     def load_attributes(self, values: Mapping[str, Mapping[str, Any]]) -> None:
         """Restores what `attribute_values` gave, before or after steps were traced.

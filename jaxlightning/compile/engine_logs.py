@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlightning.compile.engine_attributes import EngineAttributes
+from jaxlightning.compile.engine_checkpoint import EngineCheckpoint
 from jaxlightning.compile.log_plan import LogKey, LogMeta
 from jaxlightning.compile.packing import BLOCK, SlotTable, float_dtype
 
@@ -19,7 +19,7 @@ def _table_name(stage: str) -> str:
     return "validate" if stage == "sanity_check" else stage
 
 
-class EngineLogs(EngineAttributes):
+class EngineLogs(EngineCheckpoint):
     """Adds the accumulators of logged values to the carried state."""
 
     tables: dict[str, SlotTable]
@@ -95,3 +95,7 @@ class EngineLogs(EngineAttributes):
     def evaluation_stages(self) -> list[tuple[str, Any]]:
         """Evaluation stages with their live accumulators."""
         return list(self._eval_acc.items())
+
+    def evaluation_accumulators(self, stage: str) -> Any:
+        """The live accumulators of an evaluation stage."""
+        return self._eval_acc[stage]

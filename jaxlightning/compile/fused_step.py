@@ -18,8 +18,8 @@ from jaxlightning.compile.repeated_step import RepeatedStep
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
+    from jaxlightning.compile.compiled_step import CompiledStep
     from jaxlightning.compile.engine import Engine
-    from jaxlightning.compile.variants import CompiledStep
 
 __all__ = ["AUTO_STEPS", "Fusion", "check_steps_per_dispatch", "make_fusion"]
 

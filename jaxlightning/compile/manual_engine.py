@@ -16,7 +16,8 @@ from jaxlightning.optim import clip_gradients, find_ownership, parse_optimizers
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
-    from jaxlightning.compile.engine import Engine, StepOutput
+    from jaxlightning.compile.engine_training import EngineTraining
+    from jaxlightning.compile.step_output import StepOutput
 
 __all__ = ["ManualSteps"]
 
@@ -35,7 +36,7 @@ class ManualSteps:
         on_step: Called with the number of optimizer steps when `opt.step()` is called outside of a step.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineTraining) -> None:
         self.engine = engine
         self.live: frozenset[int] = frozenset()
         self.hooks: frozenset[str] = frozenset()

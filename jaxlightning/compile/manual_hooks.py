@@ -20,7 +20,7 @@ from jaxlightning.compile.trace import outside_of_traces
 
 if TYPE_CHECKING:
     from jaxlightning.compile.binding import Binding
-    from jaxlightning.compile.engine import Engine
+    from jaxlightning.compile.engine_steps import EngineSteps
 
 __all__ = ["HookState", "SegmentedStep", "run_hook", "undisturbed"]
 
@@ -42,7 +42,7 @@ class HookState:
     gradients: dict[str, Any]
 
 
-def run_hook(engine: Engine, hook: str, state: HookState, index: int | None, loss: Any, steps: int) -> HookState:
+def run_hook(engine: EngineSteps, hook: str, state: HookState, index: int | None, loss: Any, steps: int) -> HookState:
     """Runs a hook with the engine's state as it is at this moment of the step.
 
     Args:
@@ -102,7 +102,7 @@ class SegmentedStep:
         batch: Index of the argument that holds the batch's arrays.
     """
 
-    def __init__(self, traced: Any, engine: Engine, example: tuple[Any, ...], batch: int | None) -> None:
+    def __init__(self, traced: Any, engine: EngineSteps, example: tuple[Any, ...], batch: int | None) -> None:
         closed = traced.jaxpr
         jaxpr = closed.jaxpr
         self._engine = engine

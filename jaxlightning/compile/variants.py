@@ -10,37 +10,37 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jaxlightning.compile import batch as batches
-from jaxlightning.compile import core
 from jaxlightning.compile.checks import checked, raising
 from jaxlightning.compile.compile_report import CompileReports
+from jaxlightning.compile.compiled_step import CompiledStep
 from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.effects import is_simple
 from jaxlightning.compile.explain import explained
-from jaxlightning.compile.guarded_update import guarded_update
+from jaxlightning.compile.flat_steps import (
+    evaluation_function,
+    fused_function,
+    joiner,
+    run_eagerly,
+    shapes_of,
+    train_function,
+    update_function,
+)
 from jaxlightning.compile.guards import DecisionHistory, VariantGroup
 from jaxlightning.compile.host_inputs import HostInputs, Room
-from jaxlightning.compile.host_proxy import weak
 from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.manual_hooks import SegmentedStep
-from jaxlightning.compile.manual_tape import resolve
 from jaxlightning.compile.packing import SlotTable
 from jaxlightning.compile.persistent_cache import healing
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.shape_report import ShapeReport
-from jaxlightning.compile.state import TrainState
-from jaxlightning.compile.trace import RetraceError, Scalars
+from jaxlightning.compile.trace import RetraceError
 from jaxlightning.compile.writes import Snapshot
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
-    from jaxlightning.compile.engine import Engine
+    from jaxlightning.compile.engine_steps import EngineSteps
 
-__all__ = ["CompiledStep", "Variants", "weak_integers"]
+__all__ = ["CompiledStep", "Variants"]
 
 _log = logging.getLogger("jaxlightning")
 
@@ -51,119 +51,33 @@ _MAX_RETRACES = 100
 """Traces of one variant that end in a discovery; each settles at least one attribute for good."""
 
 
-class CompiledStep:
-    """One compiled variant of a step.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """How a variant is looked up, and made when it is new.
 
     Attributes:
         kind: `"train"`, `"validate"`, ...
-        info: What its trace found (logged keys, outputs, attributes read).
-        call: The compiled function on flat leaves.
-        seconds: How long tracing and compiling took.
-        group: The variants of the same step for other numbers of the host.
+        key: Gives its place among the variants, anew after every trace: what a trace learns may change the state.
+        build: Makes the function on flat leaves; what tracing it finds goes to the `StepInfo`.
+        args: Gives the arguments to trace with.
+        table: Slots of the logged keys, None for a step that logs nothing.
+        env: Numbers of the host, None for a step that has none.
+        donate: Positions of the arguments that are donated.
+        batch: Position of the arrays of the batch, None where there is no batch.
+        treedef: Structure of the batch.
+        positions: Which of its leaves are arrays, None when all are.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        call: Callable[..., Any],
-        info: StepInfo,
-        treedef: Any,
-        positions: Any,
-        seconds: float,
-        stages: Any,
-    ) -> None:
-        self.kind = kind
-        self.call = call
-        self.info = info
-        self.treedef = treedef
-        self.positions = positions
-        self.seconds = seconds
-        self.group: VariantGroup[CompiledStep] | None = None
-        self._traced, self._lowered, self._compiled = stages
-
-    @property
-    def plain(self) -> bool:
-        """Whether a batch needs nothing on the host but the call itself."""
-        # Host leaves have to be taken out of every batch, so such a variant stays on the long way too.
-        return self.positions is None and not self.info.needs_host
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether all that the host does for a batch is to compute with numbers of its own."""
-        info = self.info
-        if self._compiled is None:
-            return False  # an eager step may look at anything of the trainer's, so that has to be up to date
-        alone = self.positions is None and info.effects is None and not info.skipped and not info.plan.states
-        alone = alone and not info.reshapes
-        return alone and (not info.needs_host or (info.host is not None and not info.host.looks_back))
-
-    def _have(self, stage: Any) -> Any:
-        if stage is None:
-            raise RuntimeError("`Trainer(jit=False)` runs the step eagerly: there is no jaxpr and no compiled text.")
-        return stage
-
-    @property
-    def plan(self) -> Any:
-        """The keys that this variant logs."""
-        return self.info.plan
-
-    @property
-    def jaxpr(self) -> Any:
-        """The closed jaxpr of the step."""
-        return self._have(self._traced).jaxpr
-
-    def lower(self) -> Any:
-        """The `jax.stages.Lowered` of the step."""
-        return self._have(self._lowered)
-
-    def as_text(self) -> str:
-        """The optimised HLO of the step."""
-        return str(self._have(self._compiled).as_text())
-
-    @property
-    def memory(self) -> Any:
-        """XLA's memory analysis of the step, None where the backend has none."""
-        return self._have(self._compiled).memory_analysis()
-
-    def cost_analysis(self) -> Any:
-        """XLA's cost analysis of the step (floating-point operations and the like)."""
-        return self._have(self._compiled).cost_analysis()
-
-
-def weak_integers(ints: Any) -> list[Any]:
-    """The integers of a vector as weakly typed scalars: arithmetic with them keeps the other operand's dtype."""
-    if isinstance(ints, np.ndarray):
-        return [int(i) for i in ints]
-    return [weak(ints[i]) for i in range(ints.shape[0])]
-
-
-def _train_function(
-    engine: Engine, options: TrainOptions, table: SlotTable, join: Callable[[Any], Any], info: StepInfo
-) -> Callable[..., Any]:
-    """One training step on flat leaves."""
-    state_treedef = engine.state_treedef
-
-    def step(leaves: Any, arrays: Any, ints: Any, floats: Any, *host: Any) -> Any:
-        state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
-        seed, scalars = _inputs(info, ints, host)
-        state, values, states, outputs, finite, effects = core.train_step(
-            engine.binding, table, info, options, state, join(arrays), scalars, seed, floats
-        )
-        after = _flat(state, state_treedef, info)
-        info.reshapes = info.treedef_after is not None or _shapes(after) != _shapes(leaves)
-        info.needs_host = info.needs_host or info.reshapes
-        return after, values, states, outputs, finite, effects
-
-    return step if options.manual is None or not engine.jit else resolve(step)
-
-
-def _inputs(info: StepInfo, ints: Any, host: Any) -> tuple[Any, Scalars]:
-    """The seed and the host numbers of a step from its integer inputs."""
-    seed, micro_step, *base = weak_integers(ints)
-    if info.host is None:
-        return seed, Scalars.of((micro_step, *base))
-    info.host.bind(base, host)
-    return seed, info.host.scalars(micro_step)
+    kind: str
+    key: Callable[[], tuple[Any, ...]]
+    build: Callable[[StepInfo], Callable[..., Any]]
+    args: Callable[[], tuple[Any, ...]]
+    table: SlotTable | None = None
+    env: HostEnvironment | None = None
+    donate: tuple[int, ...] = (0,)
+    batch: int | None = 1
+    treedef: Any = None
+    positions: Any = None
 
 
 class Variants:
@@ -201,7 +115,7 @@ class Variants:
         self._cache = {key: v for key, v in self._cache.items() if keep_evaluation and key[0] == "eval"}
         self._rooms = {key: room for key, room in self._rooms.items() if key in self._cache}
 
-    def drop_changed(self, engine: Engine) -> bool:
+    def drop_changed(self, engine: EngineSteps) -> bool:
         """Drops variants that read an attribute which has another value now; says which.
 
         Returns:
@@ -255,65 +169,78 @@ class Variants:
             group.remove(lambda variant: not keys.isdisjoint(variant.info.reads.reads))
         return bool(keys)
 
-    # --- the three kinds ----------------------------------------------------------------------------------------
+    # --- the kinds of steps -------------------------------------------------------------------------------------
 
     def train(
-        self, engine: Engine, options: TrainOptions, table: SlotTable, batch: Any, arrays: Any, treedef: Any,
-        positions: Any, ints: Any, env: HostEnvironment,
-    ) -> CompiledStep:  # fmt: skip
+        self,
+        engine: EngineSteps,
+        options: TrainOptions,
+        table: SlotTable,
+        batch: Any,
+        arrays: Any,
+        treedef: Any,
+        positions: Any,
+        ints: Any,
+        env: HostEnvironment,
+    ) -> CompiledStep:
         """The variant for one training batch."""
         self.shape_report.note("train", batch)
 
-        def key() -> Any:
-            shapes = (engine.state_treedef, treedef, positions, _shapes(engine.leaves), _shapes(arrays))
+        def key() -> tuple[Any, ...]:
+            shapes = (engine.state_treedef, treedef, positions, shapes_of(engine.leaves), shapes_of(arrays))
             return ("train", options, engine.binding.mode_key(), engine.binding.freezing_key, *shapes)
 
-        def build(info: StepInfo) -> Callable[..., Any]:
-            return _train_function(engine, options, table, _joiner(batch, treedef, positions), info)
-
-        def args() -> tuple[Any, ...]:
-            return engine.leaves, arrays, ints, engine.floats
-
-        return self._get(
-            key, "train", build, args, engine, table, env, donate=(0,), batch=1, treedef=treedef, positions=positions
+        recipe = _Recipe(
+            kind="train",
+            key=key,
+            build=lambda info: train_function(engine, options, table, joiner(batch, treedef, positions), info),
+            args=lambda: (engine.leaves, arrays, ints, engine.floats),
+            table=table,
+            env=env,
+            treedef=treedef,
+            positions=positions,
         )
+        return self._get(engine, recipe)
 
     def fused(
-        self, engine: Engine, options: TrainOptions, table: SlotTable, treedef: Any, stacked: Any, ints: Any,
+        self,
+        engine: EngineSteps,
+        options: TrainOptions,
+        table: SlotTable,
+        treedef: Any,
+        stacked: Any,
+        ints: Any,
         unroll: int,
-    ) -> CompiledStep:  # fmt: skip
-        """Several training batches in one call; arrays and integers are stacked along a new first axis."""
+    ) -> CompiledStep:
+        """The variant for several training batches in one call; see `fused_function`."""
         steps = len(ints)
 
-        def key() -> Any:
-            shapes = (engine.state_treedef, treedef, _shapes(engine.leaves), _shapes(stacked))
+        def key() -> tuple[Any, ...]:
+            shapes = (engine.state_treedef, treedef, shapes_of(engine.leaves), shapes_of(stacked))
             return ("fused", steps, unroll, options, engine.binding.mode_key(), *shapes)
 
-        def build(info: StepInfo) -> Callable[..., Any]:
-            step = _train_function(engine, options, table, _joiner(None, treedef, None), info)
-
-            def many(leaves: Any, stacked: Any, ints: Any, floats: Any) -> Any:
-                def body(carry: Any, inputs: Any) -> Any:
-                    leaves, values, *_ = step(carry[0], *inputs, floats)
-                    return (leaves, values), None
-
-                first = jnp.zeros((table.capacity,), engine.tree.acc.dtype)
-                (leaves, values), _ = jax.lax.scan(body, (leaves, first), (stacked, ints), unroll=unroll)
-                return leaves, values, (), (), None, ()
-
-            return many
-
-        def args() -> tuple[Any, ...]:
-            return engine.leaves, stacked, ints, engine.floats
-
-        return self._get(
-            key, "train_fused", build, args, engine, table, None, donate=(0,), batch=1, treedef=treedef, positions=None
+        recipe = _Recipe(
+            kind="train_fused",
+            key=key,
+            build=lambda info: fused_function(engine, options, table, joiner(None, treedef, None), unroll, info),
+            args=lambda: (engine.leaves, stacked, ints, engine.floats),
+            table=table,
+            treedef=treedef,
         )
+        return self._get(engine, recipe)
 
     def evaluate(
-        self, engine: Engine, options: EvalOptions, table: SlotTable, batch: Any, arrays: Any, treedef: Any,
-        positions: Any, ints: Any, env: HostEnvironment,
-    ) -> CompiledStep:  # fmt: skip
+        self,
+        engine: EngineSteps,
+        options: EvalOptions,
+        table: SlotTable,
+        batch: Any,
+        arrays: Any,
+        treedef: Any,
+        positions: Any,
+        ints: Any,
+        env: HostEnvironment,
+    ) -> CompiledStep:
         """The variant for one evaluation or prediction batch."""
         asked = options
         self.shape_report.note(options.stage, batch)
@@ -321,95 +248,56 @@ class Variants:
             options = dataclasses.replace(options, stage="validate")  # the same step: compiled once for both
 
         def shape() -> tuple[Any, ...]:
-            shapes = (treedef, positions, _shapes(engine.evaluation_leaves()), _shapes(arrays))
+            shapes = (treedef, positions, shapes_of(engine.evaluation_leaves()), shapes_of(arrays))
             return (engine.binding.mode_key(), engine.evaluation_treedef, *shapes)
 
-        def key() -> Any:
-            return ("eval", options, *shape())
-
-        def build(info: StepInfo) -> Callable[..., Any]:
-            join = _joiner(batch, treedef, positions)
-            state_treedef = engine.evaluation_treedef
-
-            def step(leaves: Any, acc: Any, arrays: Any, ints: Any, *host: Any) -> Any:
-                params, variables, attributes = jax.tree_util.tree_unflatten(state_treedef, leaves)
-                seed, scalars = _inputs(info, ints, host)
-                return core.eval_step(
-                    engine.binding,
-                    table,
-                    info,
-                    options,
-                    params,
-                    variables,
-                    attributes,
-                    acc,
-                    join(arrays),
-                    scalars,
-                    seed,
-                )
-
-            return step
-
-        def args() -> tuple[Any, ...]:
-            return engine.evaluation_leaves(), engine.evaluation_accumulators(asked.stage), arrays, ints
-
-        variant = self._get(
-            key, options.stage, build, args, engine, table, env, donate=(1,), batch=2, treedef=treedef,
+        recipe = _Recipe(
+            kind=options.stage,
+            key=lambda: ("eval", options, *shape()),
+            build=lambda info: evaluation_function(engine, options, table, joiner(batch, treedef, positions), info),
+            args=lambda: (engine.evaluation_leaves(), engine.evaluation_accumulators(asked.stage), arrays, ints),
+            table=table,
+            env=env,
+            donate=(1,),
+            batch=2,
+            treedef=treedef,
             positions=positions,
-        )  # fmt: skip
+        )
+        variant = self._get(engine, recipe)
         if variant.info.stage_read and not self._stage_sensitive and options.stage == "validate":
             # It asked for the stage, so what it found holds for this stage only.
             self._stage_sensitive = True
-            self._cache[("eval", asked, *shape())] = self._cache.pop(key())
+            self._cache[("eval", asked, *shape())] = self._cache.pop(recipe.key())
         return variant
 
-    def update(self, engine: Engine) -> CompiledStep:
+    def update(self, engine: EngineSteps) -> CompiledStep:
         """The update half of a split step."""
-
-        def build(info: StepInfo) -> Callable[..., Any]:
-            state_treedef = engine.state_treedef
-
-            def step(leaves: Any, floats: Any) -> Any:
-                state: TrainState = jax.tree_util.tree_unflatten(state_treedef, leaves)
-                grads = jax.tree.map(lambda g: g * floats[1].astype(g.dtype), state.grads)
-                new = core.update(engine.binding, state, grads, core.hyper_of(engine.binding, floats))
-                return _flat(guarded_update(engine.binding, state, new, grads), state_treedef, info)
-
-            return step
-
-        def args() -> tuple[Any, ...]:
-            return engine.leaves, engine.floats
-
-        return self._get(
-            lambda: ("update", engine.binding.freezing_key), "update", build, args, engine, None, None, donate=(0,),
-            batch=None, treedef=None, positions=None,
-        )  # fmt: skip
+        recipe = _Recipe(
+            kind="update",
+            key=lambda: ("update", engine.binding.freezing_key),
+            build=lambda info: update_function(engine, info),
+            args=lambda: (engine.leaves, engine.floats),
+            batch=None,
+        )
+        return self._get(engine, recipe)
 
     # --- compilation --------------------------------------------------------------------------------------------
 
-    def _get(
-        self, make_key: Callable[[], Any], kind: str, build: Callable[[StepInfo], Callable[..., Any]],
-        args: Callable[[], tuple[Any, ...]], engine: Engine, table: SlotTable | None, env: HostEnvironment | None, *,
-        donate: tuple[int, ...], batch: int | None, treedef: Any, positions: Any,
-    ) -> CompiledStep:  # fmt: skip
+    def _get(self, engine: EngineSteps, recipe: _Recipe) -> CompiledStep:
         learnt: list[str] = []
         while True:
-            # Computed anew after each try: what a trace learns may change the state.
-            key = make_key()
+            key = recipe.key()
             group = self._cache.get(key)
-            found = None if group is None else group.find(env)
+            found = None if group is None else group.find(recipe.env)
             if found is not None:
                 return found
             try:
-                return self._make(
-                    key, kind, build, args, engine, table, env, donate=donate, batch=batch, treedef=treedef,
-                    positions=positions,
-                )  # fmt: skip
+                return self._make(key, engine, recipe)
             except RetraceError as error:
                 learnt.append(error.what)
                 if len(learnt) > _MAX_RETRACES:
                     raise RuntimeError(
-                        f"The {kind} step of {self.owner} was traced {len(learnt)} times and every trace found "
+                        f"The {recipe.kind} step of {self.owner} was traced {len(learnt)} times and every trace found "
                         f"something new: {'; '.join(learnt[-4:])}. A step may meet many attributes, but not new ones "
                         "whenever it is traced."
                     ) from None
@@ -417,33 +305,16 @@ class Variants:
                 if self.drop_readers(engine.effect_facts.host.fresh):
                     engine.modes_changed()
 
-    def _make(
-        self, key: Any, kind: str, build: Callable[[StepInfo], Callable[..., Any]], args: Callable[[], tuple[Any, ...]],
-        engine: Engine, table: SlotTable | None, env: HostEnvironment | None, *, donate: tuple[int, ...],
-        batch: int | None, treedef: Any, positions: Any,
-    ) -> CompiledStep:  # fmt: skip
+    def _make(self, key: Any, engine: EngineSteps, recipe: _Recipe) -> CompiledStep:
         start = time.perf_counter()
-        info = self._info(key, engine, env)
-        function = build(info)
+        kind, table = recipe.kind, recipe.table
         if not self.jit:
-            variant = CompiledStep(
-                kind, functools.partial(_eager, function), info, treedef, positions, 0.0, (None,) * 3
-            )
-            if table is not None:
-                variant.call = _growing(variant, engine, kind, table)
-            self._keep(key, variant, engine)
-            return variant
-        example = (*args(), *_host_example(info))
-        if self.checks:
-            function, donate = checked(function, self.checks), ()
-        traced = self.strategy.jit(function, example, donate=donate, batch=batch).trace(*example)
+            return self._make_eager(key, engine, recipe)
+        info, traced, example = self._trace(key, engine, recipe)
         if table is not None and table.needed > table.capacity:
             # More keys than the accumulators have room for: grow them and trace once more.
             engine.grow_accumulators(table)
-            info = self._info(key, engine, env)
-            function = build(info) if not self.checks else checked(build(info), self.checks)
-            example = (*args(), *_host_example(info))
-            traced = self.strategy.jit(function, example, donate=donate, batch=batch).trace(*example)
+            info, traced, example = self._trace(key, engine, recipe)
         if info.host is not None:
             info.host.release()
             info.host = info.host if info.host.needed else None
@@ -454,7 +325,7 @@ class Variants:
                     "`Trainer(checkify=...)` does not work with hooks inside a manually optimized step "
                     "(on_before_backward, on_after_backward, on_before_optimizer_step). Take one of them out."
                 )
-            lowered, compiled = None, SegmentedStep(traced, engine, example, batch)
+            lowered, compiled = None, SegmentedStep(traced, engine, example, recipe.batch)
         else:
             with warnings.catch_warnings():
                 if info.reshapes:  # its old buffer is of no use then, and a warning about it of no use either
@@ -464,14 +335,33 @@ class Variants:
                     compiled = lowered.compile()
         seconds = time.perf_counter() - start
         call = raising(compiled, f"{self.owner} {kind}") if self.checks else compiled
-        variant = CompiledStep(kind, call, info, treedef, positions, seconds, (traced, lowered, compiled))
+        stages = (traced, lowered, compiled)
+        variant = CompiledStep(kind, call, info, recipe.treedef, recipe.positions, seconds, stages)
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self._keep(key, variant, engine)
         if self.reports is not None:
             self.reports.report(variant, key, self.counts[kind])
         return variant
 
-    def _info(self, key: Any, engine: Engine, env: HostEnvironment | None) -> StepInfo:
+    def _make_eager(self, key: Any, engine: EngineSteps, recipe: _Recipe) -> CompiledStep:
+        info = self._info(key, engine, recipe.env)
+        call = functools.partial(run_eagerly, recipe.build(info))
+        variant = CompiledStep(recipe.kind, call, info, recipe.treedef, recipe.positions, 0.0, (None,) * 3)
+        if recipe.table is not None:
+            variant.call = _growing(variant, engine, recipe.kind, recipe.table)
+        self._keep(key, variant, engine)
+        return variant
+
+    def _trace(self, key: Any, engine: EngineSteps, recipe: _Recipe) -> tuple[StepInfo, Any, tuple[Any, ...]]:
+        info = self._info(key, engine, recipe.env)
+        function, donate = recipe.build(info), recipe.donate
+        example = (*recipe.args(), *_host_example(info))
+        if self.checks:
+            function, donate = checked(function, self.checks), ()
+        jitted = self.strategy.jit(function, example, donate=donate, batch=recipe.batch)
+        return info, jitted.trace(*example), example
+
+    def _info(self, key: Any, engine: EngineSteps, env: HostEnvironment | None) -> StepInfo:
         info = StepInfo()
         if self.jit and env is not None:
             info.host = HostInputs(engine.effect_facts.host, env, self._rooms.setdefault(key, Room()))
@@ -484,7 +374,7 @@ class Variants:
             found = self._histories[key[:2]] = DecisionHistory(f"{self.owner}'s {kind} step")
         return found
 
-    def _keep(self, key: Any, variant: CompiledStep, engine: Engine) -> None:
+    def _keep(self, key: Any, variant: CompiledStep, engine: EngineSteps) -> None:
         group = self._cache.get(key)
         if group is None:
             group = self._cache[key] = VariantGroup(self._history(variant.kind, key))
@@ -499,7 +389,7 @@ def _host_example(info: StepInfo) -> tuple[Any, ...]:
     return () if info.host is None else info.host.example()
 
 
-def _growing(variant: CompiledStep, engine: Engine, kind: str, table: SlotTable) -> Callable[..., Any]:
+def _growing(variant: CompiledStep, engine: EngineSteps, kind: str, table: SlotTable) -> Callable[..., Any]:
     """An eager step learns its keys only by running; when they outgrow the accumulators it is run once more."""
     plain = variant.call
 
@@ -518,43 +408,3 @@ def _growing(variant: CompiledStep, engine: Engine, kind: str, table: SlotTable)
         return plain(args[0], engine.evaluation_accumulators(stage), *args[2:])
 
     return call
-
-
-def _eager(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a step on concrete JAX arrays; integers stay numpy, so that host numbers are Python numbers in the step."""
-    converted = [
-        a
-        if isinstance(a, np.ndarray) and a.dtype == np.int32 and a.ndim == 1 and a.shape[0] == 5
-        else jax.tree.map(jax.numpy.array, a)
-        for a in args
-    ]
-    return function(*converted)
-
-
-def _flat(state: TrainState, treedef: Any, info: StepInfo) -> tuple[Any, ...]:
-    leaves, got = jax.tree_util.tree_flatten(state)
-    if got != treedef:
-        before = jax.tree_util.tree_unflatten(treedef, list(range(treedef.num_leaves))).replace(attributes={})
-        rest: Any = jax.tree_util.tree_structure(before)
-        if rest == jax.tree_util.tree_structure(state.replace(attributes={})):
-            # A container of arrays on the module has other contents after this step.
-            info.treedef_after, info.needs_host = got, True
-            return tuple(leaves)
-        raise RuntimeError(
-            f"The step changed the structure of the training state.\nBefore: {treedef}\nAfter: {got}\nA network or "
-            "optimizer "
-            "must keep the names and nesting of its variables."
-        )
-    return tuple(leaves)
-
-
-def _shapes(arrays: Any) -> tuple[Any, ...]:
-    return tuple((tuple(a.shape), a.dtype) for a in arrays)
-
-
-def _joiner(batch: Any, treedef: Any, positions: Any) -> Callable[[Any], Any]:
-    if positions is None:
-        return functools.partial(jax.tree_util.tree_unflatten, treedef)
-    paths = batches.leaf_paths(batch)
-    kinds = [type(leaf).__name__ for leaf in jax.tree_util.tree_leaves(batch)]
-    return lambda arrays: batches.join(treedef, arrays, positions, paths, kinds)

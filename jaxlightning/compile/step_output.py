@@ -1,0 +1,37 @@
+"""What one compiled step gave back, as the loops take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxlightning.compile.log_plan import LogPlan
+
+__all__ = ["StepOutput"]
+
+
+class StepOutput:
+    """What one step gave back; arrays are still being computed.
+
+    Attributes:
+        plan: The keys that the variant logs.
+        values: Step values, shape [capacity]; `values[slot]` belongs to the key with that slot.
+        states: States of the metric objects that the step called, one for each of `plan.states`.
+        skipped: Whether `training_step` returned None.
+        manual: What a step with manual optimization did to optimizers and schedulers, None in automatic optimization.
+    """
+
+    __slots__ = ("_arrays", "_tree", "manual", "plan", "skipped", "states", "values")
+
+    def __init__(self, plan: LogPlan, values: Any, states: Any, skipped: bool, tree: Any, arrays: Any) -> None:
+        self.plan = plan
+        self.values = values
+        self.states = states
+        self.skipped = skipped
+        self._tree = tree
+        self._arrays = arrays
+        self.manual: Any = None
+
+    @property
+    def outputs(self) -> Any:
+        """The user's return value with device arrays (training: `{"loss": loss/N, ...}`), None when not asked for."""
+        return None if self._tree is None else self._tree.rebuild(self._arrays)
