@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxlightning.module_base import ModuleBase
+
 if TYPE_CHECKING:
     import jax
-
-    from jaxlightning.compile.engine import Engine
 
 __all__ = ["ModuleArrays"]
 
 
-class ModuleArrays:
+class ModuleArrays(ModuleBase):
     """`register_buffer`, `register_parameter` and what lists them."""
-
-    _engine: Engine | None
 
     def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
         """Adds an array that is state but not trained, such as a queue or running statistics.
@@ -89,6 +87,25 @@ class ModuleArrays:
         """Values of the registered buffers."""
         for _, value in self.named_buffers():
             yield value
+
+    def _raw_parameter(self, name: str) -> Any:
+        engine = self.__dict__.get("_engine")
+        if engine is None:
+            init = self.__dict__["_raw_parameters"][name]
+            if callable(init):
+                raise RuntimeError(
+                    f"The parameter `{name}` has no value yet: its key follows from the seed of the run. Call "
+                    "`module.init(batch)`, or start `fit`."
+                )
+            return init
+        return engine.params_of(engine.path_of(self, name))
+
+    def _set_raw_parameter(self, name: str, value: Any) -> None:
+        engine = self.__dict__.get("_engine")
+        if engine is None:
+            self.__dict__["_raw_parameters"][name] = value
+        else:
+            engine.params = {**engine.params, engine.path_of(self, name): value}
 
 
 def initial_value(name: str, init: Any, key: Callable[[], Any]) -> Any:

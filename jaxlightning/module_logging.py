@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxlightning.compile.host_calls import recorded_print
 from jaxlightning.compile.trace import current_trace
-
-if TYPE_CHECKING:
-    from jaxlightning.trainer import Trainer
+from jaxlightning.module_base import ModuleBase
 
 __all__ = ["ModuleLogging"]
 
 
-class ModuleLogging:
+class ModuleLogging(ModuleBase):
     """`log`, `log_dict` and `print` of a module."""
-
-    _trainer: Trainer | None
-    _current_fx_name: str | None
 
     def log(
         self,

@@ -6,7 +6,6 @@ The order of these calls is what `hooks_full.json` of the conformance suite pins
 from __future__ import annotations
 
 import functools
-import os
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.compile.persistent_cache import persistent_cache
@@ -21,7 +20,7 @@ from jaxlightning.loops.checks import verify_loop_configuration
 from jaxlightning.loops.nonfinite import NonfiniteWatch
 from jaxlightning.trainer_callbacks import attach_model_callbacks
 from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from jaxlightning.utilities.seed import isolate_rng
+from jaxlightning.utilities.seed import global_seed, isolate_rng
 from jaxlightning.utilities.states import RunningStage, TrainerFn, TrainerStatus
 from jaxlightning.utilities.warnings import PossibleUserWarning
 
@@ -277,5 +276,4 @@ def seed_from(given: int | None) -> int:
     """Return the seed of a run: the argument, else that of `seed_everything`, else 0."""
     if given is not None:
         return given
-    text = os.environ.get("PL_GLOBAL_SEED", "")
-    return int(text) if text.lstrip("-").isdigit() else 0
+    return global_seed()

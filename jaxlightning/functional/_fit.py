@@ -18,6 +18,7 @@ from jaxlightning.functional._module import StepModule, Steps
 from jaxlightning.functional._program import loss_step, trainable_of
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.rank_zero import rank_zero_warn
+from jaxlightning.utilities.seed import global_seed
 
 __all__ = ["fit", "load_state"]
 
@@ -255,7 +256,7 @@ def _sort(
     kind = "model" if nnx else "params" if form.carry == "params" else "state"
     if "key" in form.roles and key is None:
         key = getattr(state, "key", None) if train_state else None
-        key = jax.random.key(_seed()) if key is None else key
+        key = jax.random.key(global_seed()) if key is None else key
     held = make_held(carry, beside, key if "key" in form.roles else None, kind, live=nnx and is_jitted(train_step))
     eval_form = None if eval_step is None else form_of(eval_step, "eval_step", nnx=nnx)
     return Steps(
@@ -323,11 +324,6 @@ def _result(state: Any, steps: Steps, module: StepModule, *, gave_opt_state: boo
 def _type_name(state: Any) -> str:
     owner = getattr(getattr(state, "apply_fn", None), "__self__", None)
     return type(state if owner is None else owner).__name__
-
-
-def _seed() -> int:
-    text = os.environ.get("PL_GLOBAL_SEED", "")
-    return int(text) if text.lstrip("-").isdigit() else 0
 
 
 def _refuse_pmap(step: Any) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
 from flax.training import train_state
+
+from jaxlightning.utilities.seed import global_seed
 
 __all__ = ["TrainState"]
 
@@ -47,8 +48,7 @@ class TrainState(train_state.TrainState):  # type: ignore[misc]
             The state.
         """
         if key is None:
-            text = os.environ.get("PL_GLOBAL_SEED", "")
-            key = jax.random.key(int(text) if text.lstrip("-").isdigit() else 0)
+            key = jax.random.key(global_seed())
         return super().create(apply_fn=apply_fn, params=params, tx=tx, batch_stats=batch_stats, key=key, **fields)
 
     def step_key(self, salt: int = 0) -> jax.Array:

@@ -72,6 +72,14 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     return seed
 
 
+def global_seed() -> int:
+    """Return the seed that ``PL_GLOBAL_SEED`` holds; 0 when it is not set or no whole number."""
+    try:
+        return int(os.environ.get(_SEED_VARIABLE, "0"))
+    except ValueError:
+        return 0
+
+
 def reset_seed() -> None:
     """Seed the host generators again with the seed that `seed_everything` set; without one, do nothing."""
     text = os.environ.get(_SEED_VARIABLE)
