@@ -107,7 +107,10 @@ class LearningRateMonitor(Callback):
 
     def quiet_batches(self, trainer: Trainer) -> tuple[float, float]:
         """For how many batches, and until which `time.monotonic()`, nothing is due: all but those of log points."""
-        return math.inf, math.inf
+        every = trainer.log_every_n_steps
+        if self.logging_interval == "epoch" or not every:
+            return math.inf, math.inf
+        return every - trainer.fit_loop.epoch_loop._batches_that_stepped % every - 1, math.inf
 
     def on_train_epoch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Log what is due with an epoch."""

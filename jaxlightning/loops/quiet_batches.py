@@ -1,8 +1,8 @@
 """Training batches between which no hook, logger, callback or validation has anything to do.
 
-Most batches of an epoch are like that: nothing is due before the next log point. They run here with the step and the
-few counters that others can see while they run; the other counters follow at the end of each stretch.
-`TrainingEpochLoop` runs all other batches, among them the last of each epoch.
+Most batches of an epoch are like that. They run here with the step and the few counters that others can see while they
+run; the other counters follow at the end of each stretch. A log point ends no stretch when only our own loggers listen:
+what it sends waits in the queue. `TrainingEpochLoop` runs all other batches, among them the last of each epoch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ __all__ = ["QuietBatches"]
 
 _MISSES = 8
 """After so many stretches that ended before their first batch, each batch of the epoch goes the ordinary way."""
+
+_LONGEST = 4096
+"""Batches in a stretch, for the sake of the table of their integers."""
 
 _HOOKS = ("on_train_batch_start", "on_train_batch_end")
 Limit = Callable[[Any], tuple[float, float]]
@@ -67,7 +70,11 @@ class QuietBatches:
         self._loop = loop
         self._trainer = trainer
         self._stream = stream
-        self._queue = trainer._logger_connector._queue
+        self._connector = trainer._logger_connector
+        self._queue = self._connector._queue
+        self._late = self._connector.may_be_late()
+        # How many batches from one log point to the next; 0 when log points go the ordinary way, or there are none.
+        self._logs_every = 0
         self._limits = limits
         self._clip = clip
         self._validate_every = simple_interval(trainer) if loop._should_check_val_epoch() else 0
@@ -76,6 +83,10 @@ class QuietBatches:
         self._deadline = math.inf
         self._last: Any = None
         self._misses = 0
+        # Of the present stretch: its step, what training logged, and the optimizer steps that were booked.
+        self._step: Any = None
+        self._results: Any = None
+        self._booked = 0
 
     @classmethod
     def of(cls, loop: TrainingEpochLoop, stream: BatchStream, clip: tuple[float | None, str]) -> QuietBatches | None:
@@ -111,7 +122,8 @@ class QuietBatches:
         if loop.max_steps != -1:
             room = min(room, loop.max_steps - loop.global_step - 1)
         every = trainer.log_every_n_steps
-        if every:
+        self._logs_every = every if self._late else 0
+        if every and not self._late:
             room = min(room, every - loop._batches_that_stepped % every - 1)
         if self._validate_every:
             room = min(room, self._validate_every - ready % self._validate_every - 1)
@@ -119,7 +131,7 @@ class QuietBatches:
         for limit in self._limits:
             batches, deadline = limit(trainer)
             room, self._deadline = min(room, batches), min(self._deadline, deadline)
-        return int(room)
+        return min(int(room), _LONGEST)
 
     def run(self, room: int, results: ResultCollection) -> None:
         """Run up to `room` batches; fewer when somebody asks to stop or a batch differs from those before.
@@ -141,94 +153,131 @@ class QuietBatches:
         integers = step.integers(current.ready, self._epoch, step_total.completed, total.ready, room)
         fusion = engine.fusion
         before, done = current.ready, step_total.completed
+        self._step, self._results, self._booked = step, results, done
         try:
-            fuses = fusion is not None and fusion.active and not step.uses_host_numbers
-            if fusion is not None and fuses and room >= fusion.steps:
-                self._fused(step, fusion, integers, batches, optimizer.step, results)
+            if fusion is not None and fusion.active and not step.uses_host_numbers:
+                self._fused(step, fusion, integers, batches, optimizer.step)
             else:
                 self._singly(step, integers, batches, optimizer.step)
         finally:
             # Also after an exception in the loader or the step: what ran is counted, as in the ordinary loop.
-            begun, done = current.ready - before, step_total.completed - done
+            begun, ran = current.ready - before, step_total.completed - done
             for counter in (total, current):
                 counter.started += begun
-                counter.processed += done
-                counter.completed += done
+                counter.processed += ran
+                counter.completed += ran
             for counter in (step_total, step_current):
                 counter.ready += begun
             for counter in (optimizer.zero_grad.total, optimizer.zero_grad.current):
-                counter.ready += done
-                counter.started += done
-                counter.completed += done
-            loop._batches_that_stepped += done
-            self._misses = 0 if done else self._misses + 1
-            if done:
-                results.on_step_outputs(self._last, step.finish(done), done)
+                counter.ready += ran
+                counter.started += ran
+                counter.completed += ran
+            self._misses = 0 if ran else self._misses + 1
+            self._book()
 
-    def _singly(self, step: RepeatedStep, integers: Any, batches: Any, steps: Any) -> None:
+    def _book(self) -> None:
+        """Count the batches since the last time on the loggers' axis, and take what they logged."""
+        done = self._loop.automatic_optimization.optim_progress.optimizer.step.total.completed
+        count, self._booked = done - self._booked, done
+        if count:
+            self._loop._batches_that_stepped += count
+            self._results.on_step_outputs(self._last, self._step.finish(count), count)
+
+    def _until_log_point(self) -> int:
+        """How many batches there are up to and with the next log point; more than in a stretch if none comes."""
+        every = self._logs_every
+        return every - self._loop._batches_that_stepped % every if every else _LONGEST + 1
+
+    def _log_point(self) -> None:
+        self._book()
+        self._connector.send_late(self._results, self._loop._batches_that_stepped - 1, self._epoch)
+
+    def _singly(self, step: RepeatedStep, integers: Any, batches: Any, steps: Any) -> bool:
+        """Run batches one by one; whether all of them ran."""
         total, current, step_total, step_current = batches.total, batches.current, steps.total, steps.current
-        queue = self._queue
-        due = bool(queue)
+        queue, until_log = self._queue, self._until_log_point()
         trainer, fetch, deadline, clock = self._trainer, self._stream.fetch, self._deadline, time.monotonic
         signals = trainer._signal_connector
+        soonest = min(deadline, queue.due)
         for row in integers:
-            if signals.pending or trainer.should_stop or clock() >= deadline:
-                return
+            if signals.pending or trainer.should_stop:
+                return False
+            if (now := clock()) >= soonest:
+                if now >= deadline:
+                    return False
+                queue.flush_ready(now)  # while the step before runs
+                soonest = min(deadline, queue.due)
             batch = fetch()
             if batch is END or not step.still_valid:  # the loader's own code may have changed the module
                 self._stream.returned.append(batch)
-                return
+                return False
             total.ready += 1
             current.ready += 1
             if not step(batch, row):
                 total.ready -= 1
                 current.ready -= 1
                 self._stream.returned.append(batch)
-                return
+                return False
             step_total.completed += 1
             step_current.completed += 1
             self._last = batch
-            if due:  # metrics of the step before go to the loggers while this one runs
-                due = False
-                queue.flush()
+            until_log -= 1
+            if not until_log:
+                self._log_point()
+                until_log, soonest = self._logs_every, min(deadline, queue.due)
+        return True
 
-    def _fused(
-        self, step: RepeatedStep, fusion: Fusion, integers: Any, batches: Any, steps: Any, results: ResultCollection
-    ) -> None:
+    def _fused(self, step: RepeatedStep, fusion: Fusion, integers: Any, batches: Any, steps: Any) -> None:
+        """Run batches in calls of several, up to each log point; those that are left over before it, one by one."""
+        start, size = 0, fusion.steps
+        while start < len(integers):
+            stop = min(start + self._until_log_point(), len(integers))
+            while fusion.active and start + size <= stop:
+                if not self._together(step, fusion, integers[start : start + size], batches, steps):
+                    return
+                start += size
+            self._book()
+            if start < stop:
+                if not self._singly(step, integers[start:stop], batches, steps):
+                    return
+                start = stop
+            elif self._until_log_point() == self._logs_every:
+                self._log_point()
+
+    def _together(self, step: RepeatedStep, fusion: Fusion, integers: Any, batches: Any, steps: Any) -> bool:
+        """Run as many batches as one call takes; whether they ran."""
         total, current, step_total, step_current = batches.total, batches.current, steps.total, steps.current
-        trainer, fetch, size = self._trainer, self._stream.fetch, fusion.steps
+        trainer, fetch, size = self._trainer, self._stream.fetch, len(integers)
         signals = trainer._signal_connector
-        for start in range(0, len(integers) - size + 1, size):
-            waiting: list[Any] = []
-            rest: list[Any] = []
-            for _ in range(size):
-                if signals.pending or trainer.should_stop or time.monotonic() >= self._deadline:
-                    break
-                try:
-                    batch = fetch()
-                except Exception as error:
-                    rest = [LoaderError(error)]  # after the batches that it gave before
-                    break
-                if batch is END or not step.still_valid:
-                    rest = [batch]
-                    break
-                waiting.append(batch)
-                # The loader sees the counters that it would see with one step at a time.
-                total.ready += 1
-                current.ready += 1
-                step_total.completed += 1
-                step_current.completed += 1
-            if waiting:  # a call that is compiled now takes the weights of epoch means from these batches
-                results.start_batch(waiting[0], None)
-            if len(waiting) < size or not fusion.run(step, waiting, integers[start : start + size]):
-                for counter in (total, current):
-                    counter.ready -= len(waiting)
-                for counter in (step_total, step_current):
-                    counter.completed -= len(waiting)
-                self._stream.returned.extend([*waiting, *rest])
-                return
-            self._last = waiting[-1]
-            if self._queue:
-                self._queue.flush()
-            if not fusion.active:
-                return
+        waiting: list[Any] = []
+        rest: list[Any] = []
+        for _ in range(size):
+            if signals.pending or trainer.should_stop or time.monotonic() >= self._deadline:
+                break
+            try:
+                batch = fetch()
+            except Exception as error:
+                rest = [LoaderError(error)]  # after the batches that it gave before
+                break
+            if batch is END or not step.still_valid:
+                rest = [batch]
+                break
+            waiting.append(batch)
+            # The loader sees the counters that it would see with one step at a time.
+            total.ready += 1
+            current.ready += 1
+            step_total.completed += 1
+            step_current.completed += 1
+        if waiting:  # a call that is compiled now takes the weights of epoch means from these batches
+            self._results.start_batch(waiting[0], None)
+        if len(waiting) < size or not fusion.run(step, waiting, integers):
+            for counter in (total, current):
+                counter.ready -= len(waiting)
+            for counter in (step_total, step_current):
+                counter.completed -= len(waiting)
+            self._stream.returned.extend([*waiting, *rest])
+            return False
+        self._last = waiting[-1]
+        if (now := time.monotonic()) >= self._queue.due:
+            self._queue.flush_ready(now)
+        return True

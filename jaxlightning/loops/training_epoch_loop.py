@@ -323,7 +323,7 @@ class TrainingEpochLoop(Loop):
                 apply = apply or manual is not None  # every batch counts on the loggers' axis
                 results.on_step_output(out)
                 if queue._waiting:
-                    queue.flush()
+                    queue.flush_ready()
                 outputs = {} if out.skipped else out.outputs
             total.processed += 1
             current.processed += 1

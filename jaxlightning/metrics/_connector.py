@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlightning.compile.trace import current_trace
-from jaxlightning.metrics._emission import EmissionQueue
+from jaxlightning.metrics._emission import EmissionQueue, StepEmission
 from jaxlightning.metrics._entries import Owner, StepValues
 from jaxlightning.metrics._logging import log_in_trace, resolve_call, step_value, warn_barebones
 from jaxlightning.metrics._objects import PASSED, refuse_torchmetrics
@@ -133,10 +133,10 @@ class LoggerConnector(Sender):
         results.start_batch(batch, dataloader_idx)
 
     def on_step_output(self, stage: str, out: StepValues) -> None:
-        """Take the output of a compiled step; metrics of earlier steps that wait are sent now, while it runs."""
+        """Take the output of a compiled step; metrics of earlier steps that are there are sent now, while it runs."""
         self._enter(stage).on_step_output(out)
         if self._queue:
-            self._queue.flush()
+            self._queue.flush_ready()
 
     def before_skippable_batch(self) -> None:
         """The next train batch may turn out to be skipped: what was logged up to here counts in any case."""
@@ -167,7 +167,23 @@ class LoggerConnector(Sender):
         if trainer.fit_loop._should_accumulate() and trainer.lightning_module.automatic_optimization:
             return
         items = self._enter("train").step_items()
-        self._emit(items.log if trainer.loggers else {}, items.bar, None, late=self._may_be_late())
+        self._emit(items.log if trainer.loggers else {}, items.bar, None, late=self.may_be_late())
+
+    def send_late(self, results: ResultCollection, axis: int, epoch: int) -> None:
+        """Send the step values of a train batch at a log point; only if `may_be_late`.
+
+        Args:
+            results: What training logged.
+            axis: Number of batches that stepped before this one.
+            epoch: The epoch.
+        """
+        trainer = self._trainer
+        layout, values = results.step_layout(), results.latest()
+        if layout is None or values is None:
+            items = results.step_items()
+            self._emit(items.log if trainer.loggers else {}, items.bar, None, late=True, axis=axis)
+        elif (layout.log and trainer.loggers) or (layout.bar and trainer.progress_bar_callback is not None):
+            self._queue.push(StepEmission(layout, values, axis, epoch), late=True)
 
     def update_train_epoch_metrics(self) -> None:
         """At the end of a train epoch: send the epoch values, then start over for the next epoch."""
@@ -191,7 +207,7 @@ class LoggerConnector(Sender):
             return
         items = results.step_items()
         if items.log:
-            self._emit(items.log, items.bar, step, late=self._may_be_late())
+            self._emit(items.log, items.bar, step, late=self.may_be_late())
 
     def update_eval_epoch_metrics(self) -> None:
         """After `on_*_epoch_end`: send the epoch values of all loaders in one call, and set `eval_results`."""

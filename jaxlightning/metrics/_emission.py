@@ -1,14 +1,22 @@
-"""Sending metrics to loggers: at once, or one step late so that the device never waits for the host."""
+"""Sending metrics to loggers: at once, or a little late so that neither the host nor the device waits for the other.
+
+A host that waits for the step it has just started lets the device's queue run dry; on a CPU it takes about sixteen
+steps until both are at full speed again, many times what the logging costs. So values that may be late are collected,
+and sent together once the device is past them.
+"""
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlightning.metrics._refs import Ref, fetch, on_cpu, to_scalar
+from jaxlightning.metrics._refs import Ref, Snapshot, fetch, on_cpu, to_scalar
 
-__all__ = ["Emission", "EmissionQueue", "may_be_late"]
+__all__ = ["Emission", "EmissionQueue", "StepEmission", "StepLayout", "may_be_late"]
 
 # Host code in one of these runs while batches go by, and could see that a logger has not got its values yet.
 _BATCH_HOOKS = (
@@ -20,6 +28,9 @@ _BATCH_HOOKS = (
 
 # A validation epoch may log at every batch: this bounds what waits, at one small array per batch.
 _MAX_WAITING = 64
+
+# Seconds for which values that may be late are collected.
+_COLLECT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,62 +51,157 @@ class Emission:
     axis: int
     epoch: int
 
+    def snapshots(self) -> list[Snapshot]:
+        """The arrays that the values are in, each once."""
+        values = [*self.metrics.values(), *self.bar.values()]
+        return list(dict.fromkeys(value.snapshot for value in values if type(value) is Ref))
+
+    @property
+    def has_row(self) -> bool:
+        """Whether there is something for the loggers."""
+        return bool(self.metrics)
+
+    def bar_values(self) -> dict[str, Any]:
+        """What the bar shows, once the arrays were fetched."""
+        return _scalars(self.bar)
+
+    def row(self) -> tuple[dict[str, Any], int | None]:
+        """What the loggers get and its step, once the arrays were fetched."""
+        metrics = _scalars(self.metrics)
+        if self.step is not None:
+            return metrics, self.step
+        return _on_axis(metrics, self.axis, self.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where the step values of a stage lie in the vector that its compiled step returns.
+
+    Attributes:
+        log: The place of each name that loggers get.
+        bar: The place of each name that the bar gets.
+    """
+
+    log: Mapping[str, int]
+    bar: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEmission:
+    """The `Emission` of a step whose values all lie in one vector: it costs the same for one value as for a hundred.
+
+    Attributes:
+        layout: Names and places.
+        values: The vector.
+        axis: As in `Emission`.
+        epoch: As in `Emission`.
+    """
+
+    layout: StepLayout
+    values: Snapshot
+    axis: int
+    epoch: int
+
+    def snapshots(self) -> list[Snapshot]:
+        """The one vector."""
+        return [self.values]
+
+    @property
+    def has_row(self) -> bool:
+        """As in `Emission`."""
+        return bool(self.layout.log)
+
+    def bar_values(self) -> dict[str, Any]:
+        """As in `Emission`."""
+        return self._named(self.layout.bar)
+
+    def row(self) -> tuple[dict[str, Any], int | None]:
+        """As in `Emission`."""
+        return _on_axis(self._named(self.layout.log), self.axis, self.epoch)
+
+    def _named(self, places: Mapping[str, int]) -> dict[str, Any]:
+        numbers = self.values.numbers()
+        return {name: numbers[place] for name, place in places.items()}
+
 
 class EmissionQueue:
     """Emissions in the order in which they became due.
 
     Args:
-        send: Gives one finished dictionary and its step to every logger.
+        send: Gives finished dictionaries and their steps to every logger.
         show: Gives new values to the progress bar.
     """
 
     def __init__(
-        self, send: Callable[[dict[str, Any], int | None], None], show: Callable[[dict[str, float]], None]
+        self, send: Callable[[list[tuple[dict[str, Any], int | None]]], None], show: Callable[[dict[str, float]], None]
     ) -> None:
         self._send = send
         self._show = show
-        self._waiting: list[Emission] = []
+        # Each with the arrays that its values are in and the moment when it became due.
+        self._waiting: deque[tuple[Emission | StepEmission, list[Snapshot], float]] = deque()
         # Whether copies to the host are worth starting early; on a CPU there is nothing to copy. None: not known yet.
         self._starts_copies: bool | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def push(self, emission: Emission, *, late: bool) -> None:
+    @property
+    def due(self) -> float:
+        """The `time.monotonic()` from which on `flush_ready` may have something to do."""
+        return self._waiting[0][2] + _COLLECT if self._waiting else math.inf
+
+    def push(self, emission: Emission | StepEmission, *, late: bool) -> None:
         """Add an emission.
 
         Args:
             emission: What is due.
-            late: Whether it may wait for `flush`.
+            late: Whether it may wait for `flush_ready` or `flush`.
         """
-        self._waiting.append(emission)
-        if not late or len(self._waiting) >= _MAX_WAITING:
+        snapshots = emission.snapshots()
+        self._waiting.append((emission, snapshots, time.monotonic()))
+        if not late:
             self.flush()
-        elif self._starts_copies is not False:
-            for values in (emission.metrics, emission.bar):
-                for value in values.values():
-                    if type(value) is Ref:
-                        if self._starts_copies is None:
-                            self._starts_copies = not on_cpu(value.snapshot)
-                        value.snapshot.start_fetch()
+            return
+        if self._starts_copies is not False:
+            for snapshot in snapshots:
+                if self._starts_copies is None:
+                    self._starts_copies = not on_cpu(snapshot)
+                snapshot.start_fetch()
+        if len(self._waiting) >= _MAX_WAITING:
+            self._send_first(_MAX_WAITING // 2)
+
+    def flush_ready(self, now: float | None = None) -> None:
+        """Send what the device has computed, if the first of it has waited for a twentieth of a second.
+
+        Args:
+            now: `time.monotonic()`, if it is known.
+        """
+        if (time.monotonic() if now is None else now) < self.due:
+            return
+        ready = 0
+        for _, snapshots, _ in self._waiting:
+            if not all(snapshot.ready for snapshot in snapshots):
+                break
+            ready += 1
+        if ready:
+            self._send_first(ready)
 
     def flush(self) -> None:
         """Send everything that waits, fetched with one device read."""
-        if not self._waiting:
-            return
-        due, self._waiting = self._waiting, []
-        fetch(
-            value.snapshot
-            for emission in due
-            for values in (emission.metrics, emission.bar)
-            for value in values.values()
-            if type(value) is Ref
-        )
-        for emission in due:
-            if emission.bar:
-                self._show(_scalars(emission.bar))
-            if emission.metrics:
-                self._send(*_with_step(emission))
+        if self._waiting:
+            self._send_first(len(self._waiting))
+
+    def _send_first(self, count: int) -> None:
+        due = [self._waiting.popleft() for _ in range(count)]
+        fetch(snapshot for _, snapshots, _ in due for snapshot in snapshots)
+        rows = []
+        for emission, _, _ in due:
+            if shown := emission.bar_values():
+                self._show(shown)
+            if emission.has_row:
+                rows.append(emission.row())
+        if rows:
+            self._send(rows)
 
     def drop(self) -> None:
         """Forget what waits."""
@@ -106,16 +212,13 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: to_scalar(value.value() if type(value) is Ref else value) for name, value in values.items()}
 
 
-def _with_step(emission: Emission) -> tuple[dict[str, Any], int | None]:
-    metrics = _scalars(emission.metrics)
-    if emission.step is not None:
-        return metrics, emission.step
+def _on_axis(metrics: dict[str, Any], axis: int, epoch: int) -> tuple[dict[str, Any], int | None]:
     # A metric of this name is the user's own axis; the epoch is then none of our business.
     own = metrics.pop("step", None)
     if own is not None:
         return metrics, int(own)
-    metrics.setdefault("epoch", emission.epoch)
-    return metrics, emission.axis
+    metrics.setdefault("epoch", epoch)
+    return metrics, axis
 
 
 def may_be_late(trainer: Any) -> bool:

@@ -17,16 +17,30 @@ class Snapshot:
     Step outputs are never donated, so the array stays valid for as long as the snapshot holds it.
     """
 
-    __slots__ = ("_array", "host")
+    __slots__ = ("_array", "_numbers", "host")
 
     def __init__(self, array: Any) -> None:
         self._array = array
+        self._numbers: list[Any] | None = None
         self.host: np.ndarray[Any, Any] | None = array if isinstance(array, np.ndarray) else None
 
     def start_fetch(self) -> None:
         """Begin the copy to the host without waiting for it."""
         if self.host is None and hasattr(self._array, "copy_to_host_async"):
             self._array.copy_to_host_async()
+
+    def numbers(self) -> list[Any]:
+        """The elements of a vector as Python numbers; it must have been fetched."""
+        if self._numbers is None:
+            if self.host is None:
+                raise RuntimeError("Logged values were read before they were fetched; this is a defect.")
+            self._numbers = self.host.tolist()
+        return self._numbers
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be fetched without waiting for the device."""
+        return self.host is not None or not hasattr(self._array, "is_ready") or bool(self._array.is_ready())
 
     def array(self) -> Any:
         """The device array; only before `deliver`."""

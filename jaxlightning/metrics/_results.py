@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxlightning.compile.log_plan import LogKey, LogMeta, LogPlan
+from jaxlightning.metrics._emission import StepLayout
 from jaxlightning.metrics._entries import Entry, Items, KnownPlans, Owner, StepValues, reduced, storage_key
 from jaxlightning.metrics._host_value import HostValue
 from jaxlightning.metrics._objects import PASSED, absorb_states, merge_passed
@@ -58,6 +59,7 @@ class ResultCollection:
         self._active_plans: set[int] = set()
         self._accumulators: np.ndarray[Any, Any] | None = None
         self._owner = owner
+        self._layout: StepLayout | None = None
 
     # --- Logging ---
 
@@ -131,6 +133,7 @@ class ResultCollection:
         self._plan, self._canonical = plan, now
         if now is before:
             return
+        self._layout = None
         if before is not None:
             self._older.pop(id(before), None)
             self._older[id(before)] = (before, self._snapshot or Snapshot(self._values), self._steps)
@@ -145,6 +148,7 @@ class ResultCollection:
 
     def _activate(self, entry: Entry) -> None:
         entry.active = True
+        self._layout = None
         if entry.meta.metric is not None and entry.meta.metric != PASSED:
             entry.metric = self._owner.find_metric(entry.meta.metric)
         self.step_log = self.step_log or (entry.meta.on_step and entry.meta.logger)
@@ -172,6 +176,17 @@ class ResultCollection:
             if value is not None:
                 self._put(items, entry, value, step, on_step=True)
         return items
+
+    def step_layout(self) -> StepLayout | None:
+        """Where the latest step values lie; None when not all of them are in the last step's vector."""
+        if self._layout is None and self._plan is not None and not self._older and self.dataloader_idx is None:
+            entries = [entry for entry in self._visible() if entry.meta.on_step]
+            if all(entry.slot is not None and entry.slot in self._plan.slots for entry in entries):
+                self._layout = StepLayout(
+                    {entry.names(True)[1]: entry.slot for entry in entries if entry.meta.logger},
+                    {entry.names(True)[1]: entry.slot for entry in entries if entry.meta.prog_bar},
+                )
+        return self._layout
 
     def new_step_items(self) -> Items:
         """The latest step values if they were not taken before, else nothing; nothing is fetched."""
@@ -321,6 +336,7 @@ class ResultCollection:
         self.first_batch = None
         self.batch = self.batch_size = self.dataloader_idx = None
         self._plan = self._canonical = self._values = self._snapshot = self._accumulators = None
+        self._layout = None
         self._older.clear()
         self._active_plans.clear()
 

@@ -63,7 +63,15 @@ class Sender:
         """Send everything that waits for its values."""
         self._queue.flush()
 
-    def _emit(self, metrics: Mapping[str, Any], bar: Mapping[str, Any], step: int | None, *, late: bool) -> None:
+    def _emit(
+        self,
+        metrics: Mapping[str, Any],
+        bar: Mapping[str, Any],
+        step: int | None,
+        *,
+        late: bool,
+        axis: int | None = None,
+    ) -> None:
         trainer = self._trainer
         if getattr(trainer, "progress_bar_callback", None) is None:
             bar = {}
@@ -74,18 +82,20 @@ class Sender:
                 metrics=metrics,
                 bar=bar,
                 step=step,
-                axis=trainer.fit_loop.epoch_loop._batches_that_stepped,
+                axis=trainer.fit_loop.epoch_loop._batches_that_stepped if axis is None else axis,
                 epoch=trainer.current_epoch,
             ),
             late=late,
         )
 
-    def _send(self, metrics: dict[str, Any], step: int | None) -> None:
+    def _send(self, rows: list[tuple[dict[str, Any], int | None]]) -> None:
         for logger in self._trainer.loggers:
-            logger.log_metrics(metrics=metrics, step=step)
+            for metrics, step in rows:
+                logger.log_metrics(metrics=metrics, step=step)
             logger.save()
 
-    def _may_be_late(self) -> bool:
+    def may_be_late(self) -> bool:
+        """Whether nobody but our own code could notice that loggers get metrics of a batch a little late."""
         if self.late_emission is None:
             self.late_emission = may_be_late(self._trainer)
         return self.late_emission
