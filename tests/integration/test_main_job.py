@@ -104,8 +104,9 @@ def test_no_host_read_between_log_points(tmp_path: Path) -> None:
         )  # fmt: skip
         trainer.fit(TenLogs(), Loader(counts))
     reads = np.diff(per_batch)
-    # Two log points (after steps 50 and 100); the first is fetched one step late, the second after the last batch.
-    assert reads.sum() == 1
+    # Two log points (after steps 50 and 100): the first is fetched a little after its step, the second after the last.
+    assert not reads[:49].any()
+    assert reads.sum() <= 1
     assert counts["device_get"] <= 3  # two log points and the epoch's end
     assert counts["value"] == 0
     rows = next(Path(tmp_path).rglob("metrics.csv")).read_text().splitlines()
