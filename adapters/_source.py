@@ -231,6 +231,16 @@ class Source(abc.ABC):
         self._epoch = int(state["epoch"])
         self._skip = int(state["batch"])
 
+    def load_streams(self, state: dict[str, Any]) -> None:  # noqa: B027  (most sources have none)
+        """Take back what lasts from pass to pass, and no position: the saved pass was over.
+
+        Args:
+            state: What `state_dict` gave.
+        """
+
+    def finish_pass(self) -> None:  # noqa: B027
+        """After the last batch of a pass: ask the loader once more, as a `for` statement does, where that matters."""
+
     def sequential(self) -> Source:
         """Give the same data without shuffling.
 

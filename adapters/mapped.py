@@ -79,6 +79,14 @@ class MappedSource(Source):
         """Continue at a saved position."""
         self._inner.load_state_dict(state)
 
+    def load_streams(self, state: dict[str, Any]) -> None:
+        """Take back what lasts from pass to pass."""
+        self._inner.load_streams(state)
+
+    def finish_pass(self) -> None:
+        """Ask the loader once more after its last batch."""
+        self._inner.finish_pass()
+
     def sequential(self) -> Self:
         """The same batches without shuffling."""
         return self._with(self._inner.sequential())

@@ -259,6 +259,21 @@ class TorchSource(Source):
         super().load_state_dict(state)
         self._resume = {name: state[name] for name in ("streams", "start", "loader") if name in state}
 
+    def load_streams(self, state: dict[str, Any]) -> None:
+        """Put the loader's own generators where they were; the global ones are the run's."""
+        if state.get("kind") == type(self).__name__ and "streams" in state:
+            sampling.restore_own(self.origin, state["streams"]["own"])
+
+    def finish_pass(self) -> None:
+        """Exhaust the sampler.
+
+        torch's RandomSampler draws one more permutation when it is asked for an index after the last one, from the
+        generator of the loader if it has one. A loop that counts batches never asks; a `for` statement does.
+        """
+        length = self.length
+        if self._iterator is not None and not self._is_iterable_style and length and self._delivered >= length:
+            next(self._iterator, None)
+
     # variants
 
     def sequential(self) -> Source:

@@ -21,12 +21,14 @@ from _harness import as_text
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = (
-    "import_time", "overhead", "nnx", "step_profile", "language", "vision", "input", "compile", "memory", "scaling",
+    "import_time", "overhead", "nnx", "template", "step_profile", "language", "vision", "input", "compile", "memory",
+    "scaling",
 )  # fmt: skip
 QUICK = {
     "import_time": ["--pairs", "1"],
     "overhead": ["--pairs", "4", "--steps", "200"],
     "nnx": ["--pairs", "4", "--steps", "200"],
+    "template": ["--pairs", "4", "--steps", "5"],
     "step_profile": ["--passes", "4", "--steps", "200"],
     "language": ["--pairs", "4", "--steps", "2", "--peers", "0"],
     "vision": ["--pairs", "4", "--images", "512", "--peers", "0"],

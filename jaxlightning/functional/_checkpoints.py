@@ -28,10 +28,14 @@ class _Quiet(ModelCheckpoint):
 
 
 class LastCheckpoint(_Quiet):
-    """Keeps `last.ckpt`, written after every epoch."""
+    """Keeps `last.ckpt`, written after every epoch.
 
-    def __init__(self) -> None:
-        super().__init__(save_top_k=0, save_last=True, save_on_train_epoch_end=True)
+    Args:
+        dirpath: Where; by default beside the logs.
+    """
+
+    def __init__(self, dirpath: str | None = None) -> None:
+        super().__init__(dirpath, save_top_k=0, save_last=True, save_on_train_epoch_end=True)
 
     @property
     def state_key(self) -> str:
@@ -45,10 +49,11 @@ class BestCheckpoint(_Quiet):
     Args:
         monitor: The metric; by default `accuracy`, else the first that evaluation gives.
         mode: `"min"` or `"max"`; by default by the name.
+        dirpath: Where; by default beside the logs.
     """
 
-    def __init__(self, monitor: str | None, mode: str | None) -> None:
-        super().__init__(monitor=None, mode=mode or "max", save_top_k=1, filename="best-{epoch}-{step}")
+    def __init__(self, monitor: str | None, mode: str | None, dirpath: str | None = None) -> None:
+        super().__init__(dirpath, monitor=None, mode=mode or "max", save_top_k=1, filename="best-{epoch}-{step}")
         if monitor is not None:
             self._choose(monitor, mode)
         self._asked, self._asked_mode = monitor, mode
@@ -89,7 +94,8 @@ class BestCheckpoint(_Quiet):
 
 
 def newest_last(folder: str | os.PathLike[str]) -> str | None:
-    """The `last.ckpt` of the newest version below a folder, or None."""
-    found = list(Path(folder).glob("version_*/checkpoints/last*.ckpt")) if os.path.isdir(folder) else []
+    """The newest `last.ckpt` in a run's folder, or in a version below it; None if there is none."""
+    places = ("checkpoints/last*.ckpt", "*/checkpoints/last*.ckpt")
+    found = [path for place in places for path in Path(folder).glob(place)] if os.path.isdir(folder) else []
     newest = max(found, key=lambda path: (path.stat().st_mtime, path.name), default=None)
     return None if newest is None else os.fspath(newest)

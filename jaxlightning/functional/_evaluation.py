@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxlightning.compile import packing
 from jaxlightning.compile.log_plan import LogMeta, LogPlan
 from jaxlightning.compile.trace import LogEntry
-from jaxlightning.functional._forms import Form, read_logs
+from jaxlightning.functional._forms import FORMS, Form, entries_of, read_logs
 from jaxlightning.functional._held import Held, NnxHeld
-from jaxlightning.functional._program import call_with
+from jaxlightning.functional._program import caller
 
 __all__ = ["EvalProgram"]
 
@@ -42,7 +42,6 @@ class EvalProgram:
         dataloader_idx: int | None,
         jit: bool,
     ) -> None:
-        self.function = function
         self.form = form
         self.held = held
         self.view = view
@@ -51,7 +50,7 @@ class EvalProgram:
         self.metas: dict[str, LogMeta] = {}
         self._table: Any = None
         self.plan = LogPlan()
-        self._arrange = call_with(form)
+        self._step = caller(function, form)
         self._compiled = jax.jit(self._run, donate_argnums=(1,)) if jit else self._run
 
     def prepare(self, dynamic: Any, batch: Any, table: packing.SlotTable) -> list[str]:
@@ -85,9 +84,12 @@ class EvalProgram:
         model = built[0] if isinstance(self.held, NnxHeld) else self.view(built, opt)
         if key is not None:
             key = jax.random.fold_in(key, batch_idx)
-        out = self.function(*self._arrange(model, batch, opt, key))
-        if hasattr(out, "keys"):
-            out = dict(out)
+        out = self._step(model, batch, opt, key)
+        if isinstance(out, tuple | list) and entries_of(out) is None:
+            raise TypeError(
+                f"{self.form.where} returned a {type(out).__name__} of {len(out)}, which does not say what is what. "
+                f'Return a dict, for example `{{"accuracy": accuracy, "loss": loss}}`. The forms are:\n{FORMS}'
+            )
         metrics = read_logs((out,), self.form, first="accuracy")
         if not metrics:
             raise TypeError(f"{self.form.where} returned nothing to log. Return a scalar or a dict of scalars.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import inspect
 import os
@@ -10,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxlightning.functional._checkpoints import BestCheckpoint, LastCheckpoint, newest_last
 from jaxlightning.functional._forms import FORMS, LossForm, form_of, is_jitted
-from jaxlightning.functional._held import NnxHeld, is_nnx_module, make_held
+from jaxlightning.functional._held import NnxHeld, is_array, is_nnx_module, make_held
 from jaxlightning.functional._module import StepModule, Steps
 from jaxlightning.functional._program import loss_step, trainable_of
 from jaxlightning.utilities.exceptions import MisconfigurationException
@@ -42,7 +45,7 @@ def fit(
     eval_freq: int = 1,
     num_epochs: int = 10,
     log_name: str = "fit",
-    hparams: Mapping[str, Any] | None = None,
+    hparams: Any = None,
     *,
     loss_fn: Callable[..., Any] | None = None,
     opt_state: Any = None,
@@ -82,7 +85,8 @@ def fit(
         eval_freq: Evaluate after every so many epochs.
         num_epochs: How often to go through the data.
         log_name: Folder of the logs and checkpoints, below `default_root_dir`.
-        hparams: Hyper-parameters, saved at the start and logged at the end with the best metric.
+        hparams: Hyper-parameters, saved at the start and logged at the end with the best metric: a dict, an
+            `argparse.Namespace` or a dataclass.
         loss_fn: In place of `train_step`: a loss function alone.
         opt_state: Optimizer state that is passed to the step beside the state; by default that of a TrainState, else
             a fresh one of `optimizer`.
@@ -96,7 +100,7 @@ def fit(
         logger: True for TensorBoard, False for none, or loggers.
         ckpt_path: Continue from this checkpoint; `"last"` finds the newest of `log_name`.
         default_root_dir: Where everything goes; the working directory by default.
-        trainer: A Trainer of your own, in place of all flags that come after it.
+        trainer: A Trainer of your own; it is told about epochs, logs and callbacks itself, and nothing of that here.
         **trainer_flags: More flags of `Trainer`.
 
     Returns:
@@ -118,12 +122,15 @@ def fit(
         for each in best:
             each.metrics_known(names)
 
-    module = StepModule(steps, dict(hparams) if hparams else None, metrics_known)
+    given = _as_dict(hparams)
+    module = StepModule(steps, given or None, metrics_known)
     if test_ds is None and eval_step is not None:
         rank_zero_warn("`fit` was given an `eval_step` and no `test_ds`, so nothing is evaluated.")
     if test_ds is not None and eval_step is None:
         raise MisconfigurationException("`fit` was given a `test_ds` and no `eval_step` to evaluate it with.")
+    loaders = _as_loader(train_ds, "train_ds"), _as_loader(test_ds, "test_ds")
     if trainer is None:
+        _require_counts(num_epochs, eval_freq)
         _refuse_flags(trainer_flags)
         trainer, ckpt_path = _make_trainer(
             best,
@@ -139,10 +146,16 @@ def fit(
             flags=trainer_flags,
         )
     else:
-        _refuse_beside_trainer(trainer, trainer_flags, callbacks, logger)
+        own = {
+            "eval_freq": (eval_freq, 1), "num_epochs": (num_epochs, 10), "log_name": (log_name, "fit"),
+            "monitor": (monitor, None), "mode": (mode, None), "callbacks": (callbacks, None), "logger": (logger, True),
+            "default_root_dir": (default_root_dir, None),
+        }  # fmt: skip
+        said = [name for name, (value, default) in own.items() if value is not default and value != default]
+        _refuse_beside_trainer(trainer, [*trainer_flags, *said])
         best += [each for each in trainer.callbacks if isinstance(each, BestCheckpoint)]
-    module.__dict__["on_train_end"] = functools.partial(_log_hparams, module, trainer, dict(hparams or {}), best)
-    trainer.fit(module, _as_loader(train_ds), _as_loader(test_ds), ckpt_path=ckpt_path)
+    module.__dict__["on_train_end"] = functools.partial(_log_hparams, module, trainer, given, best)
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     return _result(state, steps, module, gave_opt_state=opt_state is not None)
 
 
@@ -200,11 +213,29 @@ class _Batches:
         return iter(self._batches)
 
 
-def _as_loader(data: Any) -> Any:
-    if not isinstance(data, list | tuple) or not data:
+def _as_loader(data: Any, name: str) -> Any:
+    """What the trainer takes for a user's data: a list whose items are batches, and no loaders, is one loader."""
+    if not isinstance(data, list | tuple):
         return data
-    leaves = jax.tree_util.tree_leaves(data[0])
-    return _Batches(data) if all(hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves) else data
+    if not data:
+        raise MisconfigurationException(f"`fit` was given an empty list as `{name}`: there is no batch in it.")
+    is_batch = hasattr(data[0], "dtype") or isinstance(data[0], Mapping | list | tuple)
+    leaves = jax.tree_util.tree_leaves(data[0]) if is_batch else []
+    return _Batches(data) if any(hasattr(leaf, "dtype") or isinstance(leaf, int | float) for leaf in leaves) else data
+
+
+def _as_dict(hparams: Any) -> dict[str, Any]:
+    if hparams is None:
+        return {}
+    if isinstance(hparams, argparse.Namespace):
+        return dict(vars(hparams))
+    if dataclasses.is_dataclass(hparams) and not isinstance(hparams, type):
+        return {field.name: getattr(hparams, field.name) for field in dataclasses.fields(hparams)}
+    if isinstance(hparams, Mapping):
+        return dict(hparams)
+    raise TypeError(
+        f"`fit(hparams=...)` takes a dict, an `argparse.Namespace` or a dataclass, not {type(hparams).__name__}."
+    )
 
 
 _TREES = {"params": "params", "variables": "variables", "optimizers": "optimizer_states"}
@@ -236,7 +267,7 @@ def _sort(
         raise TypeError(f"`fit` wants either `train_step` or `loss_fn`. The forms are:\n{FORMS}")
     nnx = is_nnx_module(state)
     train_state = _is_train_state(state)
-    tx = state.tx if train_state and optimizer is None else None if nnx else optimizer
+    tx = getattr(state, "tx", None) if train_state and optimizer is None else None if nnx else optimizer
     if loss_fn is not None:
         if is_jitted(loss_fn):
             loss_fn = getattr(loss_fn, "__wrapped__", loss_fn)
@@ -247,7 +278,7 @@ def _sort(
                 "`train_step(model, optimizer, batch)`."
             )
         if tx is None:
-            raise TypeError("`fit(params, loss_fn=...)` needs `optimizer=`, an optax transformation.")
+            raise TypeError("`fit(..., loss_fn=...)` needs `optimizer=`, an optax transformation.")
         train_step, form = loss_step(loss_fn, form, None if train_state and optimizer is None else tx)
     else:
         form = form_of(train_step, "train_step", nnx=nnx)
@@ -257,6 +288,12 @@ def _sort(
     if "key" in form.roles and key is None:
         key = getattr(state, "key", None) if train_state else None
         key = jax.random.key(global_seed()) if key is None else key
+    if not nnx and not any(map(is_array, jax.tree_util.tree_leaves(carry))):
+        raise TypeError(
+            f"`fit` was given a {type(carry).__name__} in which JAX sees no arrays, so that there is nothing to train. "
+            "Register its class as a pytree (`flax.struct.dataclass`, `jax.tree_util.register_dataclass`), or pass its "
+            "parameters."
+        )
     held = make_held(carry, beside, key if "key" in form.roles else None, kind, live=nnx and is_jitted(train_step))
     eval_form = None if eval_step is None else form_of(eval_step, "eval_step", nnx=nnx)
     return Steps(
@@ -290,7 +327,7 @@ def _carry_and_optimizer(
         return carry, None
     if opt_state is not None:
         return carry, opt_state
-    if train_state and tx is state.tx:
+    if train_state and tx is getattr(state, "tx", None):
         return carry, state.opt_state
     if tx is None:
         raise TypeError(
@@ -347,11 +384,20 @@ def _refuse_flags(flags: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_beside_trainer(trainer: Any, flags: Mapping[str, Any], callbacks: Any, logger: Any) -> None:
-    given = [*flags, *(["callbacks"] if callbacks is not None else []), *(["logger"] if logger is not True else [])]
+def _require_counts(num_epochs: Any, eval_freq: Any) -> None:
+    if num_epochs is not None and not isinstance(num_epochs, int | np.integer):
+        raise TypeError(f"`fit(num_epochs={num_epochs!r})`: how often to go through the data is an integer.")
+    if eval_freq is not None and (not isinstance(eval_freq, int | np.integer) or eval_freq < 1):
+        raise ValueError(
+            f"`fit(eval_freq={eval_freq!r})`: give 1 to evaluate after every epoch, 2 after every second one. "
+            "To evaluate never, leave out `test_ds` and `eval_step`."
+        )
+
+
+def _refuse_beside_trainer(trainer: Any, given: Sequence[str]) -> None:
     if given:
         raise MisconfigurationException(
-            f"`fit(trainer=...)` was given together with {given}: say these to the Trainer."
+            f"`fit(trainer=...)` was given together with {list(given)}: say these to the Trainer."
         )
     _refuse_flags(
         {
@@ -382,24 +428,23 @@ def _make_trainer(
     from jaxlightning.trainer import Trainer
 
     root = os.fspath(default_root_dir or Path.cwd())
-    version = None
+    folder, version = _run_folder(root, log_name, logger), None
+    directory = None if logger or logger is None else os.path.join(folder, "checkpoints")
     if ckpt_path == "last":
-        ckpt_path = newest_last(os.path.join(root, log_name))
+        ckpt_path = newest_last(folder)
         if ckpt_path is None:
-            rank_zero_warn(
-                f"`fit(ckpt_path='last')` found no last checkpoint below {os.path.join(root, log_name)!r}: it starts "
-                "anew."
-            )
-        else:
-            version = Path(ckpt_path).parents[1].name  # the logs go on where they were
+            rank_zero_warn(f"`fit(ckpt_path='last')` found no last checkpoint below {folder!r}: it starts anew.")
+        elif Path(ckpt_path).parents[1] != Path(folder):
+            # Logs and checkpoints go on where they were.
+            directory, version = os.path.dirname(ckpt_path), Path(ckpt_path).parents[1].name
     if logger is True or logger is None:
         from jaxlightning.loggers import TensorBoardLogger
 
         logger = TensorBoardLogger(root, name=log_name, version=version, default_hp_metric=False)
     given = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     if flags.get("enable_checkpointing", True) and not flags.get("barebones"):
-        best.append(BestCheckpoint(monitor, mode))
-        given += [*best, LastCheckpoint()]
+        best.append(BestCheckpoint(monitor, mode, directory))
+        given += [*best, LastCheckpoint(directory)]
     flags.setdefault("num_sanity_val_steps", 0)
     trainer = Trainer(
         max_epochs=max_epochs,
@@ -410,6 +455,15 @@ def _make_trainer(
         **flags,
     )
     return trainer, ckpt_path
+
+
+def _run_folder(root: str, log_name: str | None, logger: Any) -> str:
+    """Where the logs and checkpoints of runs of this name are, each in a folder of its own unless nothing logs."""
+    first = logger[0] if isinstance(logger, list | tuple) and logger else logger
+    name = log_name
+    if first is not None and not isinstance(first, bool | list | tuple):
+        root, name = os.fspath(first.save_dir or root), first.name
+    return os.path.join(root, str(name or ""))
 
 
 def _log_hparams(module: Any, trainer: Any, hparams: dict[str, Any], best: Sequence[BestCheckpoint]) -> None:

@@ -6,14 +6,27 @@ structure: the part that looks like the state is the state. Anything that fits n
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-__all__ = ["FORMS", "Form", "LossForm", "StepOutputs", "form_of", "is_jitted", "read_logs", "split_outputs"]
+__all__ = [
+    "FORMS",
+    "Form",
+    "LossForm",
+    "StepOutputs",
+    "entries_of",
+    "form_of",
+    "is_jitted",
+    "plain_logs",
+    "read_logs",
+    "split_outputs",
+]
 
 FORMS = """\
     train_step(state, batch, opt_state) -> (state, loss_dict, opt_state)
@@ -45,12 +58,14 @@ class Form:
     """The arguments of a step.
 
     Attributes:
-        roles: For each positional argument what it is: one of `CARRIES`, `"batch"`, `"opt"`, `"key"`, `"batch_stats"`.
+        roles: For each argument what it is: one of `CARRIES`, `"batch"`, `"opt"`, `"key"`, `"batch_stats"`.
         where: The step's name, for messages.
+        keywords: Names of the last arguments, where they have to be passed by name.
     """
 
     roles: tuple[str, ...]
     where: str
+    keywords: tuple[str, ...] = ()
 
     @property
     def carry(self) -> str:
@@ -96,24 +111,33 @@ def form_of(function: Callable[..., Any], name: str, *, nnx: bool = False, loss:
     Raises:
         TypeError: If that is not clear; the message lists the forms.
     """
-    where = f"`{name}={getattr(function, '__name__', type(function).__name__)}`"
+    inner = function.func if isinstance(function, functools.partial) else function
+    where = f"`{name}={getattr(inner, '__name__', type(inner).__name__)}`"
     if not callable(function):
         raise TypeError(f"`{name}` must be a function, got {type(function).__name__}. The forms are:\n{FORMS}")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
         raise TypeError(f"{where} has no signature that could be read. The forms are:\n{FORMS}") from error
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.KEYWORD_ONLY)]
+    bound = function.keywords if isinstance(function, functools.partial) else {}
     # An argument with a default is passed only when its name says what it is for.
-    named = [p for p in named if p.default is p.empty or _ROLES.get(p.name.strip("_").lower()) == "key"]
+    wanted = [
+        p
+        for p in parameters
+        if p.kind is not p.VAR_KEYWORD
+        and p.name not in bound
+        and (p.default is p.empty or _ROLES.get(p.name.strip("_").lower()) == "key")
+    ]
+    named = sorted(wanted, key=lambda p: p.kind is p.KEYWORD_ONLY)
     if any(p.kind is p.VAR_POSITIONAL for p in named) or not 2 <= len(named) <= 5:
         raise _unclear(where, parameters)
+    keywords = tuple(p.name for p in named if p.kind is p.KEYWORD_ONLY)
     roles: list[str | None] = [_ROLES.get(p.name.strip("_").lower()) for p in named]
     if roles[0] is None and not any(role in CARRIES for role in roles):
         roles[0] = "model" if nnx else "state"
     if roles.count(None) == 1 and "batch" not in roles:
         roles[roles.index(None)] = "batch"
-    if len(roles) == 3 and roles.count(None) == 1 and "batch" in roles and roles[2] is None:
+    if len(roles) == 3 and roles.count(None) == 1 and "batch" in roles and roles[2] is None and not keywords:
         roles[2] = "opt" if not loss else "key"
     known = [role for role in roles if role is not None]
     trained = [role for role in known if role in CARRIES]
@@ -124,7 +148,7 @@ def form_of(function: Callable[..., Any], name: str, *, nnx: bool = False, loss:
         raise _unclear(where, parameters)
     if not loss and "batch_stats" in known:
         raise _unclear(where, parameters)
-    return (LossForm if loss else Form)(tuple(known), where)
+    return (LossForm if loss else Form)(tuple(known), where, keywords)
 
 
 def _unclear(where: str, parameters: Sequence[inspect.Parameter]) -> TypeError:
@@ -153,7 +177,7 @@ def split_outputs(form: Form, out: Any, carry: Any, opt: Any) -> StepOutputs | N
     if form.carry == "model" and not isinstance(out, tuple):
         return StepOutputs(None, (0,))
     structure = _structure(carry)
-    items = out if isinstance(out, tuple) else (out,)
+    items = tuple(out) if isinstance(out, tuple | list) else (out,)
     if len(items) >= 2 and _structure(items[0]) == structure and not _is_loss(items, carry):
         _require_same_shapes(form, items[0], carry)
         rest = list(range(1, len(items)))
@@ -245,13 +269,14 @@ def read_logs(parts: Sequence[Any], form: Form, names: Sequence[str] = (), first
 
     def visit(value: Any, prefix: str) -> None:
         nonlocal started
-        if isinstance(value, dict):
-            for key, item in value.items():
+        entries = entries_of(value)
+        if entries is not None:
+            for key, item in entries.items():
                 name = f"{prefix}{key}"
-                if isinstance(item, dict):
-                    visit(item, f"{name}/")
-                else:
+                if entries_of(item) is None:
                     put(name, item)
+                else:
+                    visit(item, f"{name}/")
             started = True
         elif isinstance(value, list | tuple):
             for item in value:
@@ -264,3 +289,22 @@ def read_logs(parts: Sequence[Any], form: Form, names: Sequence[str] = (), first
     for part in parts:
         visit(part, "")
     return logs
+
+
+def entries_of(value: Any) -> dict[Any, Any] | None:
+    """The named entries of a dictionary of any kind, a named tuple or a dataclass; None if the value has none."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def plain_logs(value: Any) -> Any:
+    """The same losses in containers that a compiled function may return, whether or not JAX knows their own."""
+    entries = entries_of(value)
+    if entries is not None:
+        return {str(name): plain_logs(item) for name, item in entries.items()}
+    return type(value)(map(plain_logs, value)) if type(value) in (list, tuple) else value

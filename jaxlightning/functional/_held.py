@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Held", "NnxHeld", "is_key", "make_held"]
+__all__ = ["Held", "NnxHeld", "is_array", "is_key", "make_held"]
 
 
 class Held:
@@ -32,14 +32,14 @@ class Held:
         self.key = key
         leaves, treedef = jax.tree_util.tree_flatten(carry)
         self.treedef: Any = treedef
-        self.static = None if all(map(_is_data, leaves)) else [None if _is_data(leaf) else leaf for leaf in leaves]
+        self.static = None if all(map(is_array, leaves)) else [None if is_array(leaf) else leaf for leaf in leaves]
         self.carry = carry if self.static is None else self.strip(carry)
 
     def strip(self, carry: Any) -> Any:
         """The arrays of a carry: what may enter a compiled function."""
         if self.static is None:
             return carry
-        return [leaf for leaf in jax.tree_util.tree_leaves(carry) if _is_data(leaf)]
+        return [leaf for leaf in jax.tree_util.tree_leaves(carry) if is_array(leaf)]
 
     def rebuild(self, arrays: Any) -> Any:
         """The inverse of `strip`, also for traced arrays."""
@@ -48,6 +48,30 @@ class Held:
         given = iter(arrays)
         leaves = [next(given) if static is None else static for static in self.static]
         return jax.tree_util.tree_unflatten(self.treedef, leaves)
+
+    def require_same_static(self, carry: Any, where: str) -> None:
+        """Refuses a carry that a step changed in a place that is no array, because nothing would keep the change.
+
+        Args:
+            carry: What the step returned.
+            where: The step's name.
+
+        Raises:
+            TypeError: If such a leaf is another one now; the message names it.
+        """
+        if self.static is None:
+            return
+        changed = [
+            f"{jax.tree_util.keystr(path) or 'the state itself'} ({type(leaf).__name__})"
+            for (path, leaf), static in zip(_flat(carry), self.static, strict=True)
+            if (static is None) != is_array(leaf) or not (static is None or _same(leaf, static))
+        ]
+        if changed:
+            raise TypeError(
+                f"{where} returned another object for {', '.join(changed[:10])}. JAX sees no arrays in it, so that it "
+                "cannot be carried from step to step. Register its class as a pytree (`flax.struct.dataclass`, "
+                "`jax.tree_util.register_dataclass`), or keep it out of the state."
+            )
 
     def dynamic(self) -> tuple[Any, Any, Any]:
         """Everything that changes, as a pytree of arrays; live, for use before the next step only."""
@@ -68,7 +92,7 @@ class Held:
         structured = "params" in fields and self.kind != "params"
         found = []
         for path, leaf in _flat(carry):
-            if not _is_data(leaf):
+            if not is_array(leaf):
                 continue
             words = tuple(map(_word, path))
             if not structured:
@@ -213,5 +237,15 @@ def _word(entry: Any) -> str:
     return jax.tree_util.keystr((entry,), simple=True)
 
 
-def _is_data(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array or a number: what a compiled function carries from step to step."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return bool(a == b)
+    except Exception:  # a comparison of the user's own that does not give a truth value
+        return False

@@ -88,6 +88,12 @@ class StepModule(JaxLightningModule):
         """Never called: the engine calls `eval_step`."""
         raise RuntimeError("The step of `fit` is called by its engine.")
 
+    def on_train_epoch_end(self) -> None:
+        """Exhausts the loaders, as the `for` statement of a hand-written loop does: random orders go on as there."""
+        feed = self.trainer.fit_loop.feed
+        if feed is not None:
+            feed.finish_pass()
+
     def configure_optimizers(self) -> Any:
         """The optimizer as callbacks see it."""
         return HandWritten(self.__dict__["steps"])

@@ -7,7 +7,7 @@ donated. The program of a loss function is ours: gradient, update and state in o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,12 +15,20 @@ import jax.numpy as jnp
 import optax
 
 from jaxlightning.compile.checks import checked, raising
-from jaxlightning.functional._forms import Form, LossForm, StepOutputs, is_jitted, split_outputs
+from jaxlightning.functional._forms import (
+    Form,
+    LossForm,
+    StepOutputs,
+    entries_of,
+    is_jitted,
+    plain_logs,
+    split_outputs,
+)
 from jaxlightning.functional._held import Held, NnxHeld
 from jaxlightning.functional._values import Rate
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
-__all__ = ["RepeatedProgram", "TrainProgram", "call_with", "loss_step", "split_key"]
+__all__ = ["RepeatedProgram", "TrainProgram", "caller", "loss_step", "split_key"]
 
 
 @jax.jit
@@ -35,12 +43,29 @@ def _copied(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
-def call_with(form: Form) -> Callable[[Any, Any, Any, Any], tuple[Any, ...]]:
-    """A function that puts (carry, batch, opt, key) into the order of the step's arguments."""
-    index = {"batch": 1, "opt": 2, "key": 3}
-    order = [index.get(role, 0) for role in form.roles]
-    get = operator.itemgetter(*order)
-    return lambda carry, batch, opt, key: get((carry, batch, opt, key))
+_PLACES = {"batch": 1, "opt": 2, "key": 3}
+
+
+def caller(function: Callable[..., Any], form: Form, places: Mapping[str, int] = _PLACES) -> Callable[..., Any]:
+    """A function that puts its arguments into the order, or under the names, that a step wants.
+
+    Args:
+        function: The step.
+        form: Its form.
+        places: Where each role stands among the arguments; what is not in it is the first.
+
+    Returns:
+        By default `(carry, batch, opt, key) -> the step's result`.
+    """
+    order = [places.get(role, 0) for role in form.roles]
+    if not form.keywords:
+        get = operator.itemgetter(*order)
+        return lambda *values: function(*get(values))
+    split = len(order) - len(form.keywords)
+    named = dict(zip(form.keywords, order[split:], strict=True))
+    return lambda *values: function(
+        *[values[i] for i in order[:split]], **{name: values[i] for name, i in named.items()}
+    )
 
 
 class TrainProgram:
@@ -73,7 +98,7 @@ class TrainProgram:
         self.rate = rate
         self.outputs: StepOutputs | None = None
         self.as_it_is = is_jitted(function)
-        self._arrange = call_with(form)
+        self._step = caller(function, form)
         self._donates = False
         self._checked = False
         if checks:
@@ -97,10 +122,10 @@ class TrainProgram:
         held = self.held
         if isinstance(held, NnxHeld):
             model, optimizer = held.objects
-            out = self.function(*self._arrange(model, batch, optimizer, subkey))
+            out = self._step(model, batch, optimizer, subkey)
             return carry, opt, key, self._losses(out, model, optimizer), None
         before = carry if held.static is None else held.rebuild(carry)
-        out = self.function(*self._arrange(before, batch, opt, subkey))
+        out = self._step(before, batch, opt, subkey)
         places = self.outputs
         if places is None:
             places = self._first_look(out, before, opt)
@@ -118,6 +143,7 @@ class TrainProgram:
             leaf.is_deleted() for leaf in jax.tree_util.tree_leaves((carry, opt)) if isinstance(leaf, jax.Array)
         )
         self.outputs = self._require(split_outputs(self.form, out, carry, opt))
+        self.held.require_same_static(out[0], self.form.where)
         return self.outputs
 
     def _require(self, places: StepOutputs | None) -> StepOutputs:
@@ -140,14 +166,15 @@ class TrainProgram:
         before = held.rebuild(carry)
         if isinstance(held, NnxHeld):
             model, optimizer = before
-            losses = self._losses(self.function(*self._arrange(model, batch, optimizer, subkey)), model, optimizer)
+            losses = plain_logs(self._losses(self._step(model, batch, optimizer, subkey), model, optimizer))
             new, new_opt, source = held.strip((model, optimizer)), opt, None
             source = new
         else:
-            out = self.function(*self._arrange(before, batch, opt, subkey))
+            out = self._step(before, batch, opt, subkey)
             places = self.outputs = self._require(split_outputs(self.form, out, before, opt))
+            held.require_same_static(out[0], self.form.where)
             new_opt = opt if places.opt is None else out[places.opt]
-            losses = tuple(out[i] for i in places.logs)
+            losses = tuple(plain_logs(out[i]) for i in places.logs)
             new = held.strip(out[0])
             source = out[0] if new_opt is None else new_opt
         rate = None if self.rate.get is None else self.rate.get(source)
@@ -216,14 +243,13 @@ def loss_step(function: Callable[..., Any], form: LossForm, tx: Any) -> tuple[Ca
         The step, in the form `(state, batch[, key])` with a TrainState, else `(params, opt_state, batch[, key])`.
     """
     with_state = tx is None
-    index = {"batch": 1, "batch_stats": 2, "state": 3, "key": 4}
-    arrange = operator.itemgetter(*[index.get(role, 0) for role in form.roles])
+    call = caller(function, form, {"batch": 1, "batch_stats": 2, "state": 3, "key": 4})
 
     def gradients(params: Any, batch: Any, batch_stats: Any, state: Any, key: Any) -> Any:
         trainable, rest = _partition(params)
 
         def loss_fn(trainable: Any) -> tuple[Any, Any]:
-            out = function(*arrange((_combined(trainable, rest), batch, batch_stats, state, key)))
+            out = call(_combined(trainable, rest), batch, batch_stats, state, key)
             loss, aux = (out[0], out[1:]) if isinstance(out, tuple) else (out, ())
             if jnp.shape(loss) != ():
                 raise TypeError(
@@ -262,20 +288,20 @@ def _read_aux(loss: Any, aux: tuple[Any, ...], batch_stats: Any) -> tuple[Any, A
     updates: Any = None
     losses: list[Any] = []
     for part in _spread(aux):
-        if isinstance(part, dict) or hasattr(part, "keys"):
-            content = dict(part)
-            if "batch_stats" in content and not hasattr(content["batch_stats"], "dtype"):
-                updates = content.pop("batch_stats")
-            if content:
-                losses.append(content)
-        else:
+        entries = entries_of(part)
+        if entries is None:
             losses.append(part)
+            continue
+        if "batch_stats" in entries and not hasattr(entries["batch_stats"], "dtype"):
+            updates = entries.pop("batch_stats")
+        if entries:
+            losses.append(entries)
     named = [part for part in losses if isinstance(part, dict) and "loss" in part]
     return (tuple(losses) if named else (loss, *losses)), updates
 
 
 def _spread(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and entries_of(value) is None:
         return [part for item in value for part in _spread(item)]
     return [] if value is None else [value]
 

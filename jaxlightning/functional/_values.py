@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,23 @@ class LogReader:
     def read(self, parts: Any) -> dict[str, Any]:
         """The losses by name."""
         return read_logs((parts,), self.form, self.names, self.first)
+
+    def require_known(self, logs: Mapping[str, Any]) -> None:
+        """Refuses entries that are others than those of the first batch.
+
+        Args:
+            logs: The losses by name.
+
+        Raises:
+            ValueError: If one is new, or missing.
+        """
+        if len(logs) != len(self.slots) or not logs.keys() <= self.slots.keys():
+            first = [name for name in self.slots if name != RATE or name in logs]
+            if set(first) != set(logs):
+                raise ValueError(
+                    f"{self.form.where} returned the losses {sorted(logs)}, and in its first batch {sorted(first)}. It must "
+                    "return the same ones for every batch."
+                )
 
 
 class Rate:
@@ -121,8 +138,10 @@ class Values:
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
         logs, rate = jax.device_get((self.named(), self._rate))
         reader = self._reader
-        kind = np.result_type(np.float32, *(np.asarray(value).dtype for value in logs.values()))
-        out = np.zeros(reader.size, kind if kind.kind == "f" else np.float32)
+        reader.require_known(logs)
+        # Each by itself: NumPy has no common type for all of float32, bool and bfloat16 together.
+        kinds = {np.result_type(np.float32, np.asarray(value).dtype) for value in logs.values()}
+        out = np.zeros(reader.size, np.float64 if np.dtype(np.float64) in kinds else np.float32)
         for name, value in logs.items():
             out[reader.slots[name]] = np.asarray(value).reshape(())
         if RATE in reader.slots and RATE not in logs:

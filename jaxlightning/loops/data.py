@@ -110,6 +110,16 @@ class Feed:
         for source, state in zip(self.sources, states, strict=True):
             source.load_state_dict(state)
 
+    def load_streams(self, states: list[dict[str, Any]]) -> None:
+        """Bring to each source what lasts beyond a pass: the states were saved between two passes."""
+        for source, state in zip(self.sources, states, strict=False):
+            source.load_streams(state)
+
+    def finish_pass(self) -> None:
+        """Ask each loader once more after its last batch, where that changes something."""
+        for source in self.sources:
+            source.finish_pass()
+
     def close(self) -> None:
         """Release iterators and worker processes."""
         self.inner.reset()

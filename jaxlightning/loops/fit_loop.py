@@ -297,6 +297,8 @@ class FitLoop(Loop):
             fetched = self.epoch_loop.batch_progress.current.ready
             if self._loader_states:
                 feed.load_state_dicts(self._loader_states)
+        else:
+            feed.load_streams(self._loader_states)
         self._loader_states = []
         profiler = trainer._active_profiler
         action = "[_TrainingEpochLoop].train_dataloader_next"

@@ -69,6 +69,12 @@ class PrefetchedSource(Iterable[Any]):
         self._close_reader()
         self.source.load_state_dict(state)
 
+    def finish_pass(self) -> None:
+        """Ask the loader once more after its last batch; the thread has stopped there."""
+        self.source.finish_pass()
+        if self._reader is not None:
+            self._reader.state = self.source.state_dict()
+
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next; the thread of an earlier pass ends first."""
         self._close_reader()
