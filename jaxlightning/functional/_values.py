@@ -50,8 +50,8 @@ class LogReader:
             first = [name for name in self.slots if name != RATE or name in logs]
             if set(first) != set(logs):
                 raise ValueError(
-                    f"{self.form.where} returned the losses {sorted(logs)}, and in its first batch {sorted(first)}. It must "
-                    "return the same ones for every batch."
+                    f"{self.form.where} returned the losses {sorted(logs)}, and in its first batch {sorted(first)}. "
+                    "It must return the same ones for every batch."
                 )
 
 
