@@ -11,12 +11,13 @@ import numpy as np
 
 from . import _leaves
 from ._convert import from_library
-from ._source import BatchIterator, Source
+from ._seeded import SeededLoader
+from ._source import BatchIterator
 
 Array = _leaves.Array
 
 
-class ArrayLoader(Source):
+class ArrayLoader(SeededLoader):
     """Make batches of arrays that are in memory.
 
     The order is a function of (`seed`, epoch) alone. Without `set_epoch`, every pass is the next epoch.
@@ -39,8 +40,6 @@ class ArrayLoader(Source):
         TypeError: If a leaf is no array.
     """
 
-    resumes_by = "by skipping the indices (no data is read)"
-
     def __init__(
         self,
         *arrays: Any,
@@ -55,15 +54,10 @@ class ArrayLoader(Source):
             raise ValueError(f"batch_size must be a positive integer. Received: batch_size={batch_size!r}")
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
             raise ValueError(f"seed must be a non-negative integer. Received: seed={seed!r}")
-        super().__init__(None)
-        self.origin = self
+        super().__init__(shuffle=shuffle, drop_last=drop_last, seed=seed)
         self._batch_size = int(batch_size)
-        self.shuffle = bool(shuffle)
-        self.drop_last = bool(drop_last)
-        self.seed = int(seed)
         self._leaves, self._structure, self._paths = _take_apart(arrays[0] if len(arrays) == 1 else arrays)
         self._size = len(self._leaves[0])
-        self._epoch_of_next_pass = 0
         self._prepared: tuple[Any, list[Array]] | None = None
 
     @property
@@ -76,11 +70,6 @@ class ArrayLoader(Source):
         """Length of the first axis."""
         return self._size
 
-    @property
-    def num_workers(self) -> int:
-        """Always 0: indexing arrays needs no workers."""
-        return 0
-
     def __len__(self) -> int:
         full = self._size / self._batch_size
         return math.floor(full) if self.drop_last else math.ceil(full)
@@ -89,16 +78,6 @@ class ArrayLoader(Source):
     def length(self) -> int:
         """Number of batches of one pass."""
         return len(self)
-
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether epochs have random orders."""
-        return self.shuffle
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass."""
-        super().set_epoch(epoch)
-        self._epoch_of_next_pass = epoch
 
     def order(self, epoch: int) -> Array | None:
         """Give the order of the samples in one epoch.
@@ -154,30 +133,9 @@ class ArrayLoader(Source):
             return tuple
         return lambda leaves: jax.tree_util.tree_unflatten(structure, leaves)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Position; between two passes it is the start of the next one."""
-        state = super().state_dict()
-        if self._iterator is None:
-            state["epoch"] = self._epoch_of_next_pass
-        return {**state, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, in the saved order."""
-        super().load_state_dict(state)
-        self.seed = int(state["seed"])
-        self._epoch_of_next_pass = self._epoch
-
-    def sequential(self) -> ArrayLoader:
-        """Give a loader over the same arrays in their order."""
-        if not self.shuffle:
-            return self
-        new = self._copy()
-        new.shuffle = False
-        return new
-
     def _copy(self) -> Self:
         new = super()._copy()
-        new.origin, new._prepared = new, None
+        new._prepared = None
         return new
 
     def describe(self) -> str:

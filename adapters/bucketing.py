@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from ._leaves import Array, Path, format_path
-from ._source import BatchIterator, Source
+from ._seeded import SeededLoader
+from ._source import BatchIterator
 from .mapped import MappedSource
 
 TooLong = Literal["error", "truncate"]
@@ -172,7 +173,7 @@ def bucketed(
     return MappedSource(loader, pad)
 
 
-class BucketLoader(Source):
+class BucketLoader(SeededLoader):
     """Make batches of samples of similar length, padded to a few lengths.
 
     A sample belongs to the first boundary that is not shorter than it; batches are made of samples of one boundary and
@@ -203,8 +204,6 @@ class BucketLoader(Source):
         TypeError: If `samples` cannot be indexed.
     """
 
-    resumes_by = "by skipping the indices (no data is read)"
-
     def __init__(
         self,
         samples: Any,
@@ -225,8 +224,7 @@ class BucketLoader(Source):
                 f"BucketLoader needs samples with len() and indexing. Received: {type(samples).__qualname__}. Use "
                 "bucketed(loader, boundaries) for a loader that makes batches."
             )
-        super().__init__(None)
-        self.origin = self
+        super().__init__(shuffle=shuffle, drop_last=drop_last, seed=seed)
         self._samples = samples
         self._rules = _Rules(boundaries, leaves, pad_value, mask, too_long)
         sizes = [batch_size] * len(self._rules.boundaries) if isinstance(batch_size, int) else list(batch_size)
@@ -236,8 +234,6 @@ class BucketLoader(Source):
                 f"batch_size={batch_size!r} for {len(self._rules.boundaries)} boundaries"
             )
         self._sizes = sizes
-        self.shuffle, self.drop_last, self.seed = bool(shuffle), bool(drop_last), int(seed)
-        self._epoch_of_next_pass = 0
         self._lengths = self._measure() if lengths is None else np.asarray(lengths).astype(np.int64)
         if self._lengths.shape != (len(samples),):
             raise ValueError(
@@ -320,21 +316,6 @@ class BucketLoader(Source):
         """Samples of a full batch; None if it depends on the boundary."""
         return self._sizes[0] if len(set(self._sizes)) == 1 else None
 
-    @property
-    def num_workers(self) -> int:
-        """Always 0."""
-        return 0
-
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether epochs have random orders."""
-        return self.shuffle
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass."""
-        super().set_epoch(epoch)
-        self._epoch_of_next_pass = epoch
-
     def _open(self, skip: int) -> BatchIterator:
         epoch, self._epoch_of_next_pass = self._epoch_of_next_pass, self._epoch_of_next_pass + 1
         self._epoch = epoch
@@ -369,32 +350,6 @@ class BucketLoader(Source):
             return converter(rules.with_mask(batch, np.minimum(self._lengths[rows], size), size))
 
         return collate
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position; between two passes it is the start of the next one."""
-        state = super().state_dict()
-        if self._iterator is None:
-            state["epoch"] = self._epoch_of_next_pass
-        return {**state, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, in the saved order."""
-        super().load_state_dict(state)
-        self.seed = int(state["seed"])
-        self._epoch_of_next_pass = self._epoch
-
-    def sequential(self) -> BucketLoader:
-        """Give a loader over the same samples in their order."""
-        if not self.shuffle:
-            return self
-        new = self._copy()
-        new.shuffle = False
-        return new
-
-    def _copy(self) -> Self:
-        new = super()._copy()
-        new.origin = new
-        return new
 
     def describe(self) -> str:
         """Name the loader and what it holds."""

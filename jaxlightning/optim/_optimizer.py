@@ -263,6 +263,17 @@ class Optimizer(OptimizerHandle):
         return "\n".join([*lines, ")"])
 
 
+class MomentOptimizer(Optimizer):
+    """Base of Adam and its relatives: two moments with decay rates `betas`, and `eps` beside the second."""
+
+    _hyper_fields = ("lr", "betas.0", "betas.1", "eps", "weight_decay")
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        require(group["eps"] >= 0.0, self.name, "eps", group["eps"], "at least 0")
+        check_betas(self.name, group["betas"])
+
+
 def require(condition: bool, owner: str, name: str, value: Any, rule: str) -> None:
     """Raises ValueError unless an option obeys its rule.
 

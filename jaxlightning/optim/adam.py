@@ -7,11 +7,11 @@ from typing import Any
 
 import optax
 
-from jaxlightning.optim._optimizer import Optimizer, check_betas, require
+from jaxlightning.optim._optimizer import MomentOptimizer
 from jaxlightning.optim._rules import decayed_chain, scale_by_torch_amsgrad
 
 
-class Adam(Optimizer):
+class Adam(MomentOptimizer):
     """`torch.optim.Adam`.
 
     Args:
@@ -28,8 +28,6 @@ class Adam(Optimizer):
         fused: Only torch's default is accepted.
         decoupled_weight_decay: Whether the decay acts on the parameters directly, as in AdamW.
     """
-
-    _hyper_fields = ("lr", "betas.0", "betas.1", "eps", "weight_decay")
 
     def __init__(
         self,
@@ -63,11 +61,6 @@ class Adam(Optimizer):
                 "decoupled_weight_decay": decoupled_weight_decay,
             },
         )
-
-    def _validate(self, group: Mapping[str, Any]) -> None:
-        super()._validate(group)
-        require(group["eps"] >= 0.0, self.name, "eps", group["eps"], "at least 0")
-        check_betas(self.name, group["betas"])
 
     def _rule(self, options: Mapping[str, Any], pieces: frozenset[str]) -> optax.GradientTransformation:
         (b1, b2), eps, lr, decay = options["betas"], options["eps"], options["lr"], options["weight_decay"]

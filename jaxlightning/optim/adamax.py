@@ -7,11 +7,11 @@ from typing import Any
 
 import optax
 
-from jaxlightning.optim._optimizer import Optimizer, check_betas, require
+from jaxlightning.optim._optimizer import MomentOptimizer
 from jaxlightning.optim._rules import decayed_chain
 
 
-class Adamax(Optimizer):
+class Adamax(MomentOptimizer):
     """`torch.optim.Adamax`: Adam with the infinity norm in place of the second moment.
 
     Args:
@@ -25,8 +25,6 @@ class Adamax(Optimizer):
         differentiable: Only torch's default is accepted.
         capturable: Only torch's default is accepted.
     """
-
-    _hyper_fields = ("lr", "betas.0", "betas.1", "eps", "weight_decay")
 
     def __init__(
         self,
@@ -54,11 +52,6 @@ class Adamax(Optimizer):
                 "capturable": capturable,
             },
         )
-
-    def _validate(self, group: Mapping[str, Any]) -> None:
-        super()._validate(group)
-        require(group["eps"] >= 0.0, self.name, "eps", group["eps"], "at least 0")
-        check_betas(self.name, group["betas"])
 
     def _rule(self, options: Mapping[str, Any], pieces: frozenset[str]) -> optax.GradientTransformation:
         return decayed_chain(

@@ -8,11 +8,11 @@ from typing import Any
 import optax
 
 from jaxlightning.optim._adaptive import scale_by_torch_nadam
-from jaxlightning.optim._optimizer import Optimizer, check_betas, require
+from jaxlightning.optim._optimizer import MomentOptimizer, require
 from jaxlightning.optim._rules import decayed_chain
 
 
-class NAdam(Optimizer):
+class NAdam(MomentOptimizer):
     """`torch.optim.NAdam`: Adam with Nesterov momentum and a momentum schedule.
 
     Args:
@@ -29,7 +29,7 @@ class NAdam(Optimizer):
         differentiable: Only torch's default is accepted.
     """
 
-    _hyper_fields = ("lr", "betas.0", "betas.1", "eps", "weight_decay", "momentum_decay")
+    _hyper_fields = (*MomentOptimizer._hyper_fields, "momentum_decay")
 
     def __init__(
         self,
@@ -64,8 +64,6 @@ class NAdam(Optimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        require(group["eps"] >= 0.0, self.name, "eps", group["eps"], "at least 0")
-        check_betas(self.name, group["betas"])
         require(group["momentum_decay"] >= 0.0, self.name, "momentum_decay", group["momentum_decay"], "at least 0")
 
     def _rule(self, options: Mapping[str, Any], pieces: frozenset[str]) -> optax.GradientTransformation:

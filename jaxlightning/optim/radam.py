@@ -8,11 +8,11 @@ from typing import Any
 import optax
 
 from jaxlightning.optim._adaptive import scale_by_torch_radam
-from jaxlightning.optim._optimizer import Optimizer, check_betas, require
+from jaxlightning.optim._optimizer import MomentOptimizer
 from jaxlightning.optim._rules import decayed_chain
 
 
-class RAdam(Optimizer):
+class RAdam(MomentOptimizer):
     """`torch.optim.RAdam`: Adam that rectifies the variance of its first steps.
 
     Args:
@@ -27,8 +27,6 @@ class RAdam(Optimizer):
         capturable: Only torch's default is accepted.
         differentiable: Only torch's default is accepted.
     """
-
-    _hyper_fields = ("lr", "betas.0", "betas.1", "eps", "weight_decay")
 
     def __init__(
         self,
@@ -58,11 +56,6 @@ class RAdam(Optimizer):
                 "differentiable": differentiable,
             },
         )
-
-    def _validate(self, group: Mapping[str, Any]) -> None:
-        super()._validate(group)
-        require(group["eps"] >= 0.0, self.name, "eps", group["eps"], "at least 0")
-        check_betas(self.name, group["betas"])
 
     def _rule(self, options: Mapping[str, Any], pieces: frozenset[str]) -> optax.GradientTransformation:
         b1, b2 = options["betas"]

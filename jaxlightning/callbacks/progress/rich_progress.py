@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.callbacks.progress._tqdm import finite_or_none
-from jaxlightning.callbacks.progress.progress_bar import ProgressBar
+from jaxlightning.callbacks.progress.loop_progress import LoopProgressBar
 
 if TYPE_CHECKING:
     from jaxlightning.module import JaxLightningModule
@@ -45,7 +45,7 @@ class RichProgressBarTheme:
     metrics_format: str = ".3f"
 
 
-class RichProgressBar(ProgressBar):
+class RichProgressBar(LoopProgressBar):
     """Show progress with rich.
 
     The loop itself draws, at most `refresh_rate` times a second and without a thread; metrics are those of the last log
@@ -73,12 +73,9 @@ class RichProgressBar(ProgressBar):
                 "`RichProgressBar` needs the package `rich`. Install it with `pip install jaxlightning[rich]`, or use "
                 "`TQDMProgressBar`."
             )
-        super().__init__()
-        self._refresh_rate = refresh_rate
-        self._leave = leave
+        super().__init__(refresh_rate, leave)
         self.theme = RichProgressBarTheme() if theme is None else theme
         self._console_kwargs = console_kwargs or {}
-        self._enabled = True
         self.progress: Any = None
         self._train_task: Any = None
         self._eval_task: Any = None
@@ -89,29 +86,6 @@ class RichProgressBar(ProgressBar):
     def __getstate__(self) -> dict[str, Any]:
         live = ("progress", "_train_task", "_eval_task", "_trainer")
         return {name: None if name in live else value for name, value in vars(self).items()}
-
-    @property
-    def refresh_rate(self) -> int:
-        """How many times per second the screen is redrawn at most."""
-        return self._refresh_rate
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether anything is shown."""
-        return self._enabled and self._refresh_rate > 0
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether nothing is shown."""
-        return not self.is_enabled
-
-    def disable(self) -> None:
-        """Show nothing from now on."""
-        self._enabled = False
-
-    def enable(self) -> None:
-        """Show progress again."""
-        self._enabled = True
 
     # the screen
 
@@ -243,13 +217,16 @@ class RichProgressBar(ProgressBar):
 
     # evaluation and prediction
 
-    def _begin_loader(self, trainer: Trainer, name: str, dataloader_idx: int, total_of: str) -> None:
-        if self.progress is None or not self.has_dataloader_changed(dataloader_idx):
+    def _begin_count(self, trainer: Trainer, stage: str, description: str, total: float) -> None:
+        if self.progress is None:
             return
         if trainer.state.fn == "fit":
             self._drop_eval_task()
-        self._eval_task = self._add(f"{name} DataLoader {dataloader_idx}", getattr(self, total_of))
+        self._eval_task = self._add(description, total)
         self._next_draw = 0.0
+
+    def _count_batches(self, stage: str, n: int) -> None:
+        self._advance(self._eval_task, n)
 
     def _drop_eval_task(self) -> None:
         if self.progress is not None and self._eval_task is not None:
@@ -260,25 +237,6 @@ class RichProgressBar(ProgressBar):
     def on_validation_start(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Open the screen, if `fit` has not."""
         self._open(trainer)
-
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: JaxLightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the count of a loader."""
-        name = self.sanity_check_description if trainer.sanity_checking else self.validation_description
-        self._begin_loader(trainer, name, dataloader_idx, "total_val_batches_current_dataloader")
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: JaxLightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._advance(self._eval_task, batch_idx + 1)
 
     def on_validation_end(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Take validation off the screen and show its metrics on the training bar."""
@@ -294,24 +252,6 @@ class RichProgressBar(ProgressBar):
         """Open the screen."""
         self._open(trainer)
 
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: JaxLightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the count of a loader."""
-        self._begin_loader(trainer, self.test_description, dataloader_idx, "total_test_batches_current_dataloader")
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: JaxLightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._advance(self._eval_task, batch_idx + 1)
-
     def on_test_end(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Close the screen."""
         self.reset_dataloader_idx_tracker()
@@ -320,25 +260,6 @@ class RichProgressBar(ProgressBar):
     def on_predict_start(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Open the screen."""
         self._open(trainer)
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: JaxLightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the count of a loader."""
-        name = self.predict_description
-        self._begin_loader(trainer, name, dataloader_idx, "total_predict_batches_current_dataloader")
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: JaxLightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._advance(self._eval_task, batch_idx + 1)
 
     def on_predict_end(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Close the screen."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlightning.callbacks.progress import _stdout as above_bars
 from jaxlightning.callbacks.progress._tqdm import finite_or_none, hide, show, tqdm_class
-from jaxlightning.callbacks.progress.progress_bar import ProgressBar
+from jaxlightning.callbacks.progress.loop_progress import LoopProgressBar
 from jaxlightning.utilities.rank_zero import rank_zero_debug
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _COLAB_REFRESH_RATE = 20
 _BARS = ("_train_progress_bar", "_val_progress_bar", "_test_progress_bar", "_predict_progress_bar")
 
 
-class TQDMProgressBar(ProgressBar):
+class TQDMProgressBar(LoopProgressBar):
     """Show progress with tqdm, on standard output.
 
     One line is on the screen at any time: validation takes the line of the training bar and gives it back. The bar is
@@ -44,11 +44,8 @@ class TQDMProgressBar(ProgressBar):
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__()
-        self._refresh_rate = _resolve_refresh_rate(refresh_rate)
+        super().__init__(_resolve_refresh_rate(refresh_rate), leave)
         self._process_position = process_position
-        self._leave = leave
-        self._enabled = True
         self._train_progress_bar: Any = None
         self._val_progress_bar: Any = None
         self._test_progress_bar: Any = None
@@ -61,32 +58,9 @@ class TQDMProgressBar(ProgressBar):
     # settings
 
     @property
-    def refresh_rate(self) -> int:
-        """In steps of how many batches the bars count."""
-        return self._refresh_rate
-
-    @property
     def process_position(self) -> int:
         """By how many lines the bar is moved down."""
         return self._process_position
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether anything is shown."""
-        return self._enabled and self._refresh_rate > 0
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether nothing is shown."""
-        return not self.is_enabled
-
-    def disable(self) -> None:
-        """Show nothing from now on."""
-        self._enabled = False
-
-    def enable(self) -> None:
-        """Show progress again."""
-        self._enabled = True
 
     # the bars
 
@@ -193,6 +167,12 @@ class TQDMProgressBar(ProgressBar):
             bar.refresh()
             self._next_draw = now + bar.mininterval
 
+    def _begin_count(self, trainer: Trainer, stage: str, description: str, total: float) -> None:
+        self._restart(getattr(self, f"{stage}_progress_bar"), description, total)
+
+    def _count_batches(self, stage: str, n: int) -> None:
+        self._advance(getattr(self, f"_{stage}_progress_bar"), n)
+
     def _restart(self, bar: Any, description: str, total: float) -> None:
         """Begin a new count on a bar, with one redraw instead of tqdm's three."""
         bar.hidden = True
@@ -278,28 +258,6 @@ class TQDMProgressBar(ProgressBar):
             hide(self._train_progress_bar)
         self.val_progress_bar = self.init_validation_tqdm()
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: JaxLightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the count of a loader."""
-        if self.has_dataloader_changed(dataloader_idx):
-            name = self.sanity_check_description if trainer.sanity_checking else self.validation_description
-            self._restart(
-                self.val_progress_bar, f"{name} DataLoader {dataloader_idx}", self.total_val_batches_current_dataloader
-            )
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: JaxLightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._advance(self._val_progress_bar, batch_idx + 1)
-
     def on_validation_end(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Close the bar of validation and show its metrics on the training bar."""
         fitting = trainer.state.fn == "fit"
@@ -318,26 +276,6 @@ class TQDMProgressBar(ProgressBar):
         """Open the bar of testing."""
         self.test_progress_bar = self.init_test_tqdm()
 
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: JaxLightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the count of a loader."""
-        if self.has_dataloader_changed(dataloader_idx):
-            description = f"{self.test_description} DataLoader {dataloader_idx}"
-            self._restart(self.test_progress_bar, description, self.total_test_batches_current_dataloader)
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: JaxLightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._advance(self._test_progress_bar, batch_idx + 1)
-
     def on_test_end(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Close the bar of testing."""
         self._finish(self.test_progress_bar)
@@ -349,26 +287,6 @@ class TQDMProgressBar(ProgressBar):
     def on_predict_start(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Open the bar of prediction."""
         self.predict_progress_bar = self.init_predict_tqdm()
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: JaxLightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the count of a loader."""
-        if self.has_dataloader_changed(dataloader_idx):
-            description = f"{self.predict_description} DataLoader {dataloader_idx}"
-            self._restart(self.predict_progress_bar, description, self.total_predict_batches_current_dataloader)
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: JaxLightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        self._advance(self._predict_progress_bar, batch_idx + 1)
 
     def on_predict_end(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:
         """Close the bar of prediction."""
