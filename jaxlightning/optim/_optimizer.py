@@ -266,7 +266,7 @@ class Optimizer(OptimizerHandle):
 class MomentOptimizer(Optimizer):
     """Base of Adam and its relatives: two moments with decay rates `betas`, and `eps` beside the second."""
 
-    _hyper_fields = ("lr", "betas.0", "betas.1", "eps", "weight_decay")
+    _hyper_fields: ClassVar[tuple[str, ...]] = ("lr", "betas.0", "betas.1", "eps", "weight_decay")
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
