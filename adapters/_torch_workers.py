@@ -277,8 +277,3 @@ def probe(loader: Any) -> None:
     if failure is not None:
         name, text = failure
         raise CannotSend(name, dict(parts)[name], text.strip().splitlines()[-1])
-
-
-def stop_server() -> None:
-    """Stop the server process; the next loader with workers starts it again. Workers must have ended before."""
-    _server._stop()  # type: ignore[attr-defined]

@@ -14,7 +14,6 @@ class IterableSource(Source):
 
     def __init__(self, origin: Any, options: SourceOptions | None = None) -> None:
         super().__init__(origin, options)
-        self._one_shot = hasattr(origin, "__next__") and not callable(getattr(origin, "__len__", None))
         self._passes = 0
         self._own_state = all(callable(getattr(origin, name, None)) for name in ("state_dict", "load_state_dict"))
 

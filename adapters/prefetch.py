@@ -31,7 +31,6 @@ class Prefetcher(Iterator[Any]):
         if limit is not None and limit < 0:
             raise ValueError(f"limit must not be negative. Received: limit={limit}")
         self._iterator = iterator
-        self._limit = limit
         self._items: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
         # one slot per item that may wait: taken before reading, so nothing is pulled that nobody has room for
         self._slots = threading.Semaphore(size)

@@ -393,14 +393,6 @@ class TrainerProperties:
             return self.test_loop
         return self.fit_loop.epoch_loop.val_loop
 
-    @property
-    def _active_loop(self) -> FitLoop | EvaluationLoop | PredictionLoop | None:
-        if self.training:
-            return self.fit_loop
-        if self.evaluating:
-            return self._evaluation_loop
-        return self.predict_loop if self.predicting else None
-
 
 def _loaders(loop: Any) -> Any:
     return None if loop.feed is None else loop.feed.combined.iterables

@@ -48,11 +48,6 @@ def foreign_bases(obj: object) -> list[str]:
     ]
 
 
-def is_foreign_callback(obj: object) -> bool:
-    """Whether an object is an instance of `lightning.pytorch.Callback`."""
-    return "Callback" in foreign_bases(obj)
-
-
 def is_foreign_checkpoint(obj: object) -> bool:
     """Whether an object carries Lightning's marker class for callbacks that write checkpoints."""
     return "Checkpoint" in foreign_bases(obj)

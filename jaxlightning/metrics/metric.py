@@ -101,7 +101,6 @@ class Metric:
     def _start(self) -> None:
         self._state: State | None = None
         self._computed: Any = None
-        self._forward: Any = None
         self._token = next(_tokens)
         _live[self._token] = self
 
@@ -238,7 +237,6 @@ class Metric:
         batch = self._batch(args, kwargs)
         value = self.value_of(batch)
         if not self._give_to_step(batch, value):
-            self._forward = value
             self.absorb(batch)
         return value
 
@@ -301,7 +299,7 @@ class Metric:
                 f"`{type(self).__name__}.reset()` was called in a step, where it would happen once and never again. "
                 "Logged metrics are reset at the end of the epoch; reset others in a hook."
             )
-        self._state = self._computed = self._forward = None
+        self._state = self._computed = None
 
     @property
     def state(self) -> State:

@@ -32,7 +32,6 @@ class OptimizerHandle:
         needs_value: Whether `update` must get `value=` (the loss).
         needs_value_fn: Whether `update` must get `value_fn=` (parameters -> loss) and `grad=`.
         updates: How many updates were applied so far, counted on the host.
-        hyper_version: Grows with every change of a hyper-parameter; a cached vector is valid while it stays.
         structure_version: Grows when the optimizer state must be extended (`add_param_group`).
     """
 
@@ -45,7 +44,6 @@ class OptimizerHandle:
 
     def __init__(self) -> None:
         self.updates = 0
-        self.hyper_version = 0
         self.structure_version = 0
         self._hyper_cache: list[float] | None = None
         self._initialised = False
@@ -245,7 +243,6 @@ class OptimizerHandle:
 
     def _changed(self) -> None:
         self._hyper_cache = None
-        self.hyper_version += 1
 
 
 def as_number(value: Any, what: str) -> float:

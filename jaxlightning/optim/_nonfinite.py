@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxlightning.optim._groups import leaf_paths
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
@@ -133,17 +132,3 @@ def report(mode: str | None, count: int, last: int, before: int = 0) -> None:
             'before it. `on_nonfinite="skip"` goes on without such updates; `detect_anomaly=True` names the array.'
         )
     rank_zero_warn(f"{what}; {'left out' if mode == 'skip' else 'applied as they were'} ({count} in this run).")
-
-
-def first_nonfinite(tree: Any) -> str | None:
-    """The path of the first leaf that is not finite; reads the device.
-
-    Args:
-        tree: A pytree of arrays.
-
-    Returns:
-        Its path, such as `"net/Dense_0/kernel"`, or None.
-    """
-    paths, leaves = leaf_paths(tree), jax.tree.leaves(tree)
-    flags = jax.device_get([all_finite(leaf) for leaf in leaves])
-    return next((path for path, flag in zip(paths, flags, strict=True) if not flag), None)

@@ -284,36 +284,6 @@ class OptaxOptimizer(OptimizerHandle):
         """The learning rate of every group, see `OptimizerHandle.read_lr`."""
         return [self.get_number(group.index, LEARNING_RATE, opt_state) for group in self.param_groups]
 
-    def write_hyper(self, opt_state: Any, name: str, value: Any) -> Any:
-        """Writes a hyper-parameter into a state, as `opt_state.hyperparams[name] = value` would.
-
-        Args:
-            opt_state: An optimizer state of this transformation.
-            name: `"lr"` or optax's name.
-            value: The number.
-
-        Returns:
-            The new state.
-
-        Raises:
-            MisconfigurationException: If nothing in the state is called so.
-        """
-        key = LEARNING_RATE if name == "lr" else name
-        known = {other for _, node in injections(opt_state) for other in node.hyperparams}
-        if key not in known:
-            raise MisconfigurationException(
-                f"The state of {self.name} has no hyper-parameter {key!r}; it has {sorted(known) or 'none'}. Build it "
-                "with `optax.inject_hyperparams`."
-            )
-
-        def put(index: int, node: Any) -> Any:
-            if key not in node.hyperparams:
-                return node
-            old = node.hyperparams[key]
-            return node._replace(hyperparams={**node.hyperparams, key: jnp.asarray(value, dtype=jnp.result_type(old))})
-
-        return map_injections(opt_state, put)
-
     def state_replaced(self) -> None:
         """Tells the handle that the user put another optimizer state in place: its numbers win over set ones."""
         self._set.clear()

@@ -11,11 +11,6 @@ Triplet: TypeAlias = tuple[Any, int, int]
 _END = object()
 
 
-def is_collection(value: object) -> bool:
-    """Tell whether `value` is a collection of loaders: a list, a tuple or a dict, never a loader itself."""
-    return isinstance(value, (list, tuple, dict))
-
-
 def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Take a nested collection apart, in the order in which it is written.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlightning.utilities.rank_zero import process_rank, rank_zero_info, rank_zero_warn
+from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 #: Bounds of a seed: what `numpy.random.seed` accepts.
 MIN_SEED = int(np.iinfo(np.uint32).min)
@@ -28,11 +28,12 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed Python's, numpy's and (when it is already imported) torch's generators.
 
     It also sets ``PL_GLOBAL_SEED``, from which a trainer without a seed of its own takes the key of its compiled
-    steps, and ``PL_SEED_WORKERS``, which asks the torch adapter to seed the workers of a DataLoader.
+    steps, and ``PL_SEED_WORKERS``, as Lightning does, for programs that look at it. Workers of a DataLoader draw from
+    the base seed that the loader takes from torch's generator, each its own numbers, whether it is set or not.
 
     Args:
         seed: The seed, in [0, 2**32 - 1]. Without one, ``PL_GLOBAL_SEED`` is used, and 0 when that is not set.
-        workers: Whether DataLoader workers are seeded too, each differently.
+        workers: What ``PL_SEED_WORKERS`` becomes.
         verbose: Whether to write the seed to the log (level INFO), and to warn when there is none.
 
     Returns:
@@ -87,21 +88,6 @@ def reset_seed() -> None:
         return
     workers = os.environ.get(_WORKERS_VARIABLE, "0")
     seed_everything(int(text), workers=bool(int(workers)), verbose=False)
-
-
-def worker_seed(worker_id: int, *, base_seed: int | None = None) -> int:
-    """Return a seed that is distinct for each worker and rank.
-
-    Args:
-        worker_id: Number of the DataLoader worker.
-        base_seed: The global seed; by default that of ``PL_GLOBAL_SEED`` (0 if unset).
-
-    Returns:
-        A 32-bit seed.
-    """
-    base = int(os.environ.get(_SEED_VARIABLE, "0")) if base_seed is None else base_seed
-    sequence = np.random.SeedSequence([base, worker_id, process_rank()])
-    return int(sequence.generate_state(1)[0])
 
 
 def collect_rng_states() -> dict[str, Any]:

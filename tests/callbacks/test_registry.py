@@ -17,7 +17,7 @@ from jaxlightning.callbacks import (
     TQDMProgressBar,
     _registry,
 )
-from jaxlightning.callbacks._foreign import check_callbacks, is_foreign_callback
+from jaxlightning.callbacks._foreign import check_callbacks, foreign_bases
 from jaxlightning.callbacks._registry import (
     is_monitoring_callback,
     load_external_callbacks,
@@ -125,8 +125,8 @@ def test_plain_subclasses_of_lightnings_callback_are_accepted() -> None:
 
     accepted = [Plain(), Writer("batch"), theirs.LambdaCallback(setup=lambda *_: None), Saver()]
     check_callbacks(accepted)
-    assert all(map(is_foreign_callback, accepted))
-    assert not is_foreign_callback(Timer())
+    assert all("Callback" in foreign_bases(callback) for callback in accepted)
+    assert foreign_bases(Timer()) == []
     saver, timer = Saver(), Timer()
     assert reorder_callbacks([saver, timer]) == [timer, saver]
     validate_callbacks([Plain(), Plain()])

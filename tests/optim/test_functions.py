@@ -188,13 +188,6 @@ def test_a_report_speaks_only_of_what_is_new() -> None:
         nonfinite.check_mode("ignore")
 
 
-def test_the_first_nonfinite_leaf_is_named() -> None:
-    grads = _grads()
-    assert nonfinite.first_nonfinite(grads) is None
-    grads["net"]["bias"] = grads["net"]["bias"].at[2].set(jnp.inf)
-    assert nonfinite.first_nonfinite({**grads, "count": {"n": jnp.zeros([], jnp.int32)}}) == "net/bias"
-
-
 # --- the schedule ------------------------------------------------------------------------------------------------
 
 

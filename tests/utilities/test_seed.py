@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxlightning as pl
-from jaxlightning.utilities.seed import isolate_rng, reset_seed, worker_seed
+from jaxlightning.utilities.seed import isolate_rng, reset_seed
 
 
 def draws():
@@ -64,12 +64,6 @@ def test_isolate_rng_leaves_the_generators_as_they_were():
     with isolate_rng():
         draws()
     assert draws() == expected
-
-
-def test_workers_get_different_seeds():
-    seeds = {worker_seed(i, base_seed=3) for i in range(16)}
-    assert len(seeds) == 16
-    assert worker_seed(0, base_seed=3) == worker_seed(0, base_seed=3)
 
 
 @pytest.mark.torch
