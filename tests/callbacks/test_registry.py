@@ -160,7 +160,9 @@ def test_lightnings_own_callbacks_are_refused_with_the_name_of_ours(
 
 
 def test_a_bar_is_a_callback() -> None:
-    check_callbacks([ProgressBar()])
+    bar = ProgressBar()
+    assert isinstance(bar, Callback)
+    check_callbacks([bar])
 
 
 def test_only_code_outside_this_package_is_the_users() -> None:

@@ -133,7 +133,7 @@ def test_the_end_of_the_interpreter_waits_for_what_is_being_written(tmp_path):
         from jaxlightning.checkpoint._writer import CheckpointWriter
         writer = CheckpointWriter(background=True)
         path = sys.argv[1] + "/a.ckpt"
-        big = {"params": {f"w{i}": np.random.rand(300, 1000) for i in range(20)}}
+        big = {"params": {f"w{i}": np.random.default_rng(0).random((300, 1000)) for i in range(20)}}
         writer.save(_io.snapshot({"epoch": 1}, big, target=path, header={}), path)
     """
     result = subprocess.run(

@@ -388,11 +388,12 @@ def test_a_flag_that_is_not_built_yet_says_so(flags: dict[str, Any], words: str)
 
 
 def test_flags_at_lightnings_defaults_are_accepted() -> None:
-    T(
+    trainer = T(
         num_nodes=1, plugins=None, model_registry=None, precision="32-true", strategy="auto", devices="auto",
         sync_batchnorm=False, inference_mode=True, use_distributed_sampler=True, benchmark=None, deterministic=None,
         profiler=None, detect_anomaly=False, barebones=False, gradient_clip_algorithm=None,
     )  # fmt: skip
+    assert trainer.precision == T().precision == "32-true"
 
 
 @pytest.mark.parametrize(
