@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -59,6 +60,26 @@ def test_the_wheel_holds_the_adapters_and_works_outside_the_tree(tmp_path: Path)
     code = "import jaxlightning as j, jaxlightning.adapters as a; j.Trainer, j.ArrayLoader; print(a.__file__)"
     where = run(code, cwd=elsewhere, path=site)
     assert Path(where) == site / "jaxlightning" / "adapters" / "__init__.py"
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_the_whole_project(tmp_path: Path) -> None:
+    source, built = tmp_path / "source", tmp_path / "built"
+    for path in ("pyproject.toml", "MANIFEST.in", "Makefile", *(file.name for file in ROOT.glob("*.md")), "LICENSE"):
+        source.mkdir(exist_ok=True)
+        shutil.copy(ROOT / path, source / path)
+    folders = ("jaxlightning", "adapters", "tests", "docs", "examples", "benchmarks")
+    for name in folders:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*_output"))
+    code = f"import setuptools.build_meta as backend; print(backend.build_sdist({str(built)!r}))"
+    with tarfile.open(built / run(code, cwd=source)) as archive:
+        held = {str(Path(*Path(name).parts[1:])) for name in archive.getnames()}
+    wanted = {
+        str(file.relative_to(source))
+        for file in source.rglob("*")
+        if file.is_file() and not file.is_symlink() and not any(part.endswith(".egg-info") for part in file.parts)
+    }
+    assert {name for name in wanted if not name.startswith("jaxlightning/adapters/")} - held == set()
 
 
 def test_import_and_trainer_load_nothing_heavy_and_change_nothing(tmp_path: Path) -> None:
