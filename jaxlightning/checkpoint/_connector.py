@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlightning.checkpoint import _contents, _host_rng, _io, _resolve, _running
 from jaxlightning.checkpoint._discover import open_newest
-from jaxlightning.checkpoint._gather import DATAMODULE_KEYS, MODULE_KEYS, gather
+from jaxlightning.checkpoint._gather import DATAMODULE_KEYS, MODULE_KEYS, gather, hands_out_arrays
 from jaxlightning.checkpoint._layout import is_remote
 from jaxlightning.checkpoint._weights import load_dictionary, load_weights_into
 from jaxlightning.checkpoint._writer import CheckpointWriter
 from jaxlightning.loggers import adopt_versions, logger_positions
 from jaxlightning.utilities.exceptions import MisconfigurationException
+from jaxlightning.utilities.host_memory import HostCopies
 from jaxlightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from jaxlightning.utilities.seed import collect_rng_states
 from jaxlightning.utilities.serialization import describe
@@ -55,6 +56,7 @@ class CheckpointConnector:
         self._places: dict[str, _contents.Place] = {}
         self._stored: _io.StoredCheckpoint | None = None
         self._warnings = WarningCache()
+        self._copies = HostCopies()
         #: Random streams and the loggers' positions before the validation that runs; see `before_evaluation`.
         self.before: dict[str, Any] = {}
         self._training = False  # between the end of restoring and the end of `fit`: saves may go on in the background
@@ -189,8 +191,16 @@ class CheckpointConnector:
                 f"`Trainer.save_checkpoint(..., storage_options=...)` is for paths with a scheme, such as "
                 f"s3://, but the path is {os.fspath(filepath)!r}."
             )
-        self.writer.wait()  # before the copy is made: at most one state is held beside the live one
-        checkpoint = self.dump_checkpoint(weights_only)
+        # At most one state is held beside the live one. Several checkpoints of one state (`last`, another callback's)
+        # hold the same copies; otherwise what is being written has to be on disk before the next copy is made.
+        engine, shares = self.trainer.lightning_module._require_engine(), not hands_out_arrays(self.trainer)
+        beside = shares and self.writer.busy and engine.has_copies(self._copies)
+        if beside:
+            self.writer.check()
+        else:
+            self.writer.wait()
+            self._copies.forget()
+        checkpoint, self._places = gather(self.trainer, bool(weights_only), self._copies if shares else None)
         body, trees = _contents.split_for_disk(checkpoint, self._places, self._network_names())
         payload = _io.snapshot(
             body,
@@ -198,9 +208,10 @@ class CheckpointConnector:
             target=filepath,
             header=_contents.versions(),
             trees_are_ours=True,
+            ours=("attributes",),
             lenient={MODULE_KEYS[1]: self._describe_hparam, DATAMODULE_KEYS[1]: self._describe_hparam},
         )
-        self.writer.save(payload, filepath, storage_options)
+        self.writer.save(payload, filepath, storage_options, beside=beside)
         self._finish_unless_training()
 
     def remove_checkpoint(

@@ -9,6 +9,7 @@ from jaxlightning.checkpoint import _contents, _host_rng, _running
 
 if TYPE_CHECKING:
     from jaxlightning.trainer import Trainer
+    from jaxlightning.utilities.host_memory import HostCopies
 
 #: The version of Lightning whose dictionary this is; tools that read checkpoints look for the key.
 LIGHTNING_VERSION = "2.6.6"
@@ -18,12 +19,15 @@ MODULE_KEYS = ("hparams_name", "hyper_parameters")
 DATAMODULE_KEYS = ("datamodule_hparams_name", "datamodule_hyper_parameters")
 
 
-def gather(trainer: Trainer, weights_only: bool) -> tuple[dict[str, Any], dict[str, _contents.Place]]:
+def gather(
+    trainer: Trainer, weights_only: bool, copies: HostCopies | None = None
+) -> tuple[dict[str, Any], dict[str, _contents.Place]]:
     """Gather everything, and run the hooks that may change it, in Lightning's order.
 
     Args:
         trainer: The trainer, with a module.
         weights_only: Leave out callbacks, optimizers, schedulers, metrics and random generators.
+        copies: Gives the copies that an earlier checkpoint of the same state made; only for `hands_out_arrays` False.
 
     Returns:
         The dictionary, whose arrays are host copies, and where the entries of its `state_dict` belong.
@@ -31,7 +35,7 @@ def gather(trainer: Trainer, weights_only: bool) -> tuple[dict[str, Any], dict[s
     from jaxlightning.loops import call
 
     module, datamodule = trainer.lightning_module, trainer.datamodule
-    sections = module._require_engine().state_dict()
+    sections = module._require_engine().state_dict(copies)
     flat = _contents.state_dict_places(sections["params"], sections["variables"])
     checkpoint: dict[str, Any] = {
         "epoch": trainer.current_epoch,
@@ -45,7 +49,7 @@ def gather(trainer: Trainer, weights_only: bool) -> tuple[dict[str, Any], dict[s
             "predict_loop": trainer.predict_loop.state_dict(),
         },
     }
-    attributes = module._require_engine().attribute_values()
+    attributes = module._require_engine().attribute_values(copies)
     if attributes:
         checkpoint["attributes"] = attributes
     if not weights_only:
@@ -63,6 +67,19 @@ def gather(trainer: Trainer, weights_only: bool) -> tuple[dict[str, Any], dict[s
         call.call_callback_hooks(trainer, "on_save_checkpoint", checkpoint)
     call.call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
     return checkpoint, {name: place for name, (place, _) in flat.items()}
+
+
+def hands_out_arrays(trainer: Trainer) -> bool:
+    """Say whether code of the user's sees the arrays of a checkpoint, and so might change them."""
+    from jaxlightning.loops.call import is_overridden
+    from jaxlightning.module import JaxLightningModule
+
+    module = trainer.lightning_module
+    return (
+        is_overridden("on_save_checkpoint", module)
+        or is_overridden("state_dict", module, JaxLightningModule)
+        or any(is_overridden("on_save_checkpoint", callback) for callback in trainer.callbacks)
+    )
 
 
 def _own_state_dict(module: Any, flat: dict[str, Any]) -> dict[str, Any]:

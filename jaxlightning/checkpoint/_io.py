@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ import numpy as np
 from jaxlightning.checkpoint import _layout, _remote
 from jaxlightning.checkpoint._errors import CheckpointError
 from jaxlightning.checkpoint._migrate import migrate
-from jaxlightning.checkpoint._numpy_handler import registry
+from jaxlightning.checkpoint._numpy_handler import Pending, registry
 from jaxlightning.checkpoint._relative import RelativePaths
+from jaxlightning.utilities.host_memory import fresh_copy
 from jaxlightning.utilities.serialization import OnUnwritable, decode, dtype_or_none, encode
 
 FORMAT = "jaxlightning-checkpoint"
@@ -52,7 +53,7 @@ class _ArrayStore:
 
     def __call__(self, path: tuple[str, ...], array: np.ndarray, fresh: bool) -> str:
         place = (str(len(self.arrays)),) if self.flat else self._free(path)
-        self.arrays.append((place, array if fresh or self.owned else np.array(array, copy=True)))
+        self.arrays.append((place, array if fresh or self.owned else fresh_copy(array)))
         return str(len(self.arrays) - 1)
 
     def _free(self, path: tuple[str, ...]) -> tuple[str, ...]:
@@ -65,26 +66,32 @@ class _ArrayStore:
         self._nodes.update(place[:i] for i in range(1, len(place)))
         return place
 
-    def nested(self) -> dict[str, Any]:
+    def add_check_sums(self, described: list[dict[str, Any]]) -> None:
+        """Add the check sum of each array to its description."""
+        for entry, (_, array) in zip(described, self.arrays, strict=True):
+            entry["crc32"] = _crc32(array)
+
+    def hand_over(self) -> dict[str, Any]:
+        """Return the arrays as Orbax's nested dict and forget them: each is gone when it is written."""
         tree: dict[str, Any] = {}
-        for path, array in self.arrays:
+        arrays, self.arrays = self.arrays, []
+        for path, array in arrays:
             node = tree
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            node[path[-1]] = array
+            node[path[-1]] = Pending(array)
         return tree
 
 
 @dataclass(kw_only=True)
 class Payload:
-    """A snapshot of everything that one checkpoint will hold, independent of later steps.
+    """A snapshot of everything that one checkpoint will hold, independent of later steps; it is written once.
 
     Attributes:
-        items: Name of an Orbax item to its nested dict of numpy arrays.
         metadata: The JSON.
+        stores: Name of an Orbax item to its arrays, which are forgotten one after the other while they are written.
     """
 
-    items: dict[str, dict[str, Any]]
     metadata: dict[str, Any]
     stores: dict[str, _ArrayStore]
 
@@ -101,6 +108,7 @@ def snapshot(
     target: str | os.PathLike[str],
     header: Mapping[str, Any],
     trees_are_ours: bool = False,
+    ours: Collection[str] = (),
     lenient: Mapping[str, OnUnwritable] | None = None,
 ) -> Payload:
     """Copy everything to the host.
@@ -111,6 +119,7 @@ def snapshot(
         target: Where the checkpoint will lie; paths near it are stored relative to it.
         header: Further top-level entries of the JSON (versions).
         trees_are_ours: The numpy arrays in ``trees`` are copies that nobody changes.
+        ours: Keys of ``checkpoint`` of which the same is true.
         lenient: Keys of ``checkpoint`` in which what cannot be written is described instead of refused, after the
             function was told.
 
@@ -130,8 +139,10 @@ def snapshot(
         stores[name] = _ArrayStore(owned=trees_are_ours)
         items[name] = {"tree": encode(trees[name], store=stores[name], inline_bytes=0)}
     extras = _ArrayStore(flat=True)
-    body = {
-        key: encode(
+    body: dict[str, Any] = {}
+    for key, value in checkpoint.items():
+        extras.owned = key in ours
+        body[key] = encode(
             value,
             path=(key,),
             store=extras,
@@ -139,8 +150,6 @@ def snapshot(
             rewrite_text=paths.shorten if key in ("callbacks", "loops") else None,
             **({"on_unwritable": lenient[key]} if lenient and key in lenient else {}),
         )
-        for key, value in checkpoint.items()
-    }
     if extras.arrays:
         stores[EXTRAS] = extras
         items[EXTRAS] = {"tree": None}
@@ -155,7 +164,7 @@ def snapshot(
         "items": items,
         "checkpoint": body,
     }
-    return Payload(items={n: s.nested() for n, s in stores.items() if s.arrays}, metadata=metadata, stores=stores)
+    return Payload(metadata=metadata, stores={name: store for name, store in stores.items() if store.arrays})
 
 
 def commit(payload: Payload, target: str | os.PathLike[str], options: dict[str, Any] | None = None) -> None:
@@ -179,13 +188,12 @@ def commit(payload: Payload, target: str | os.PathLike[str], options: dict[str, 
     final = Path(os.path.abspath(target))
     final.parent.mkdir(parents=True, exist_ok=True)
     for name, store in payload.stores.items():
-        for described, (_, array) in zip(payload.metadata["items"][name]["arrays"], store.arrays, strict=True):
-            described["crc32"] = _crc32(array)
+        store.add_check_sums(payload.metadata["items"][name]["arrays"])
     staged = _layout.staging_path(final)
     handlers: dict[str, Any] = {
-        name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry()) for name in payload.items
+        name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry()) for name in payload.stores
     }
-    arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in payload.items.items()}
+    arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(store.hand_over()) for name, store in payload.stores.items()}
     handlers[_layout.METADATA_ITEM] = ocp.JsonCheckpointHandler(filename=_layout.METADATA_FILE)
     arguments[_layout.METADATA_ITEM] = ocp.args.JsonSave(payload.metadata)
     try:

@@ -48,16 +48,25 @@ class CheckpointWriter:
 
     # --- what callers ask for -----------------------------------------------------------------------------------
 
-    def save(self, payload: _io.Payload, path: str | os.PathLike[str], options: dict[str, Any] | None = None) -> None:
+    def save(
+        self,
+        payload: _io.Payload,
+        path: str | os.PathLike[str],
+        options: dict[str, Any] | None = None,
+        *,
+        beside: bool = False,
+    ) -> None:
         """Write a snapshot; returns before it is on disk when in the background.
 
         Args:
             payload: The snapshot.
             path: Where it goes.
             options: For the file system of a path with a scheme.
+            beside: Whether it may wait while others are written, because it holds the same arrays; otherwise they are
+                waited for.
         """
         arguments = (payload, path, options) if options else (payload, path)
-        self._submit("save", path, lambda: _io.commit(*arguments))
+        self._submit("save", path, lambda: _io.commit(*arguments), beside=beside)
 
     def remove(self, path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None) -> None:
         """Delete a checkpoint, after everything asked for earlier was committed.
@@ -74,7 +83,7 @@ class CheckpointWriter:
 
     def link(self, target: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
         """Make a relative link to a checkpoint, after it was committed."""
-        self._submit("save", link, lambda: _layout.link(_absolute(target), _absolute(link)))
+        self._submit("save", link, lambda: _layout.link(_absolute(target), _absolute(link)), beside=True)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Say whether something has that name, counting what is still to be written or deleted."""
@@ -94,6 +103,10 @@ class CheckpointWriter:
         self._join()
         self._raise()
 
+    def check(self) -> None:
+        """Raise what went wrong in the background so far, once."""
+        self._raise()
+
     @property
     def busy(self) -> bool:
         """Whether something is still being written."""
@@ -102,15 +115,17 @@ class CheckpointWriter:
 
     # --- how it is done -------------------------------------------------------------------------------------------
 
-    def _submit(self, kind: str, path: str | os.PathLike[str], run: Callable[[], None]) -> None:
+    def _submit(
+        self, kind: str, path: str | os.PathLike[str], run: Callable[[], None], *, beside: bool = False
+    ) -> None:
         if not self.background:
             run()
             return
-        if kind == "save":
+        if kind == "save" and not beside:
             _prepare()
             self.wait()  # at most one state is held beside the live one
         else:
-            self._raise()
+            self.check()
         with self._lock:
             self._queue.append((kind, _place(path), run))
             if self._thread is None:

@@ -30,6 +30,7 @@ from jaxlightning.compile.step_output import StepOutput
 from jaxlightning.compile.variants import Variants
 from jaxlightning.optim._nonfinite import check_mode
 from jaxlightning.utilities.exceptions import MisconfigurationException
+from jaxlightning.utilities.host_memory import HostCopies
 
 __all__ = ["Engine", "StepOutput"]
 
@@ -113,9 +114,9 @@ class Engine(EngineTraining):
         self.manual.zero_grad()
         super().zero_grad()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, copies: HostCopies | None = None) -> dict[str, Any]:
         """As `EngineState.state_dict`; of a module that optimizes by itself only gradients that are there."""
-        sections = super().state_dict()
+        sections = super().state_dict(copies)
         if not self.module.automatic_optimization:
             sections["gradients"] = self.manual.held(sections["gradients"])
         return sections

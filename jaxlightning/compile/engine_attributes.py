@@ -22,6 +22,7 @@ from jaxlightning.compile.engine_optimizers import EngineOptimizers
 from jaxlightning.compile.outputs import is_array
 from jaxlightning.compile.trace import path_hash
 from jaxlightning.compile.trees import device_copy, host_copy
+from jaxlightning.utilities.host_memory import HostCopies
 
 if TYPE_CHECKING:
     from jaxlightning.compile.facts import EffectFacts
@@ -240,8 +241,11 @@ class EngineAttributes(EngineOptimizers):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def attribute_values(self) -> dict[str, dict[str, Any]]:
+    def attribute_values(self, copies: HostCopies | None = None) -> dict[str, dict[str, Any]]:
         """Every attribute of the module that holds an array, for a checkpoint.
+
+        Args:
+            copies: Gives copies that live already once more; then the arrays must not be changed.
 
         Returns:
             `{path: {path within a container, or "": numpy array}}`.
@@ -259,8 +263,8 @@ class EngineAttributes(EngineOptimizers):
             for name, value in owner.__dict__.items():
                 if isinstance(value, jax.Array) and name not in left_out:
                     out[prefix + name] = {"": value}
-        copies: dict[str, dict[str, Any]] = host_copy(out)
-        return copies
+        values: dict[str, dict[str, Any]] = host_copy(out, copies)
+        return values
 
     def load_attributes(self, values: Mapping[str, Mapping[str, Any]]) -> None:
         """Restores what `attribute_values` gave, before or after steps were traced.

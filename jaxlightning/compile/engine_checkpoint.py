@@ -13,6 +13,7 @@ from jaxlightning.compile.engine_attributes import EngineAttributes
 from jaxlightning.compile.paths import flatten, merge, plain, select
 from jaxlightning.compile.precision import ScalerState
 from jaxlightning.compile.trees import by_path, host_copy
+from jaxlightning.utilities.host_memory import HostCopies
 
 __all__ = ["EngineCheckpoint"]
 
@@ -20,8 +21,11 @@ __all__ = ["EngineCheckpoint"]
 class EngineCheckpoint(EngineAttributes):
     """Adds saving and restoring of the carried state."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, copies: HostCopies | None = None) -> dict[str, Any]:
         """Everything a checkpoint needs, as numpy arrays that nobody else holds.
+
+        Args:
+            copies: Gives copies that live already once more; then the arrays must not be changed.
 
         Returns:
             `params`, `variables` (nested), `optimizer_states` (one flat `{path: array}` each), `gradients` (nested or
@@ -29,16 +33,20 @@ class EngineCheckpoint(EngineAttributes):
         """
         state = self.tree
         return {
-            "params": host_copy(state.params),
-            "variables": host_copy({**state.variables, **self._buffer_sections()}),
-            "optimizer_states": [host_copy(by_path(s)) for s in state.opt_state]
+            "params": host_copy(state.params, copies),
+            "variables": host_copy({**state.variables, **self._buffer_sections()}, copies),
+            "optimizer_states": [host_copy(by_path(s), copies) for s in state.opt_state]
             if self._pending_optimizers is None
             else list(self._pending_optimizers),
-            "gradients": None if state.grads is None else host_copy(state.grads),
-            "scaler": None if state.scaler is None else host_copy(state.scaler._asdict()),
-            "nonfinite": None if state.nonfinite is None else host_copy(state.nonfinite._asdict()),
-            "accumulators": {} if state.acc is None else {"train": host_copy(state.acc)},
+            "gradients": None if state.grads is None else host_copy(state.grads, copies),
+            "scaler": None if state.scaler is None else host_copy(state.scaler._asdict(), copies),
+            "nonfinite": None if state.nonfinite is None else host_copy(state.nonfinite._asdict(), copies),
+            "accumulators": {} if state.acc is None else {"train": host_copy(state.acc, copies)},
         }
+
+    def has_copies(self, copies: HostCopies) -> bool:
+        """Say whether the parameters and optimizer states are those that were copied last."""
+        return copies.know(jax.tree.leaves((self.tree.params, self.tree.opt_state)))
 
     def load_state_dict(self, sections: Mapping[str, Any], *, strict: bool = True, weights_only: bool = False) -> None:
         """Restores what `state_dict` gave, before or after variables exist.

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from jaxlightning.utilities.host_memory import HostCopies, host_copies
 
 __all__ = ["by_path", "device_copy", "host_copy"]
 
@@ -24,7 +25,13 @@ def device_copy(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
-def host_copy(tree: Any) -> Any:
-    """The tree with numpy arrays of its own, fetched in one read."""
-    # A copy, because on a CPU the fetched array shares the device buffer, which is donated later.
-    return jax.tree.map(lambda leaf: np.array(leaf, copy=True), jax.device_get(tree))
+def host_copy(tree: Any, copies: HostCopies | None = None) -> Any:
+    """The tree with numpy arrays of its own; all of it is fetched at once.
+
+    Args:
+        tree: The tree.
+        copies: Gives copies that live already once more; then the arrays must not be changed.
+    """
+    # Copies, because on a CPU the fetched array shares the device buffer, which is donated later.
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, host_copies(leaves) if copies is None else copies.of(leaves))

@@ -19,6 +19,7 @@ from jaxlightning.functional._program import RepeatedProgram, TrainProgram
 from jaxlightning.functional._values import RATE, LogReader, Rate, StepResult, Values
 from jaxlightning.metrics._batch_size import extract_batch_size
 from jaxlightning.utilities.exceptions import MisconfigurationException
+from jaxlightning.utilities.host_memory import HostCopies
 
 __all__ = ["FunctionalEngine"]
 
@@ -382,9 +383,9 @@ class FunctionalEngine(Engine):
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, copies: HostCopies | None = None) -> dict[str, Any]:
         """Everything that a checkpoint needs, in the sections of `compile.Engine.state_dict`."""
-        sections = self._sections(to_host)
+        sections = self._sections(lambda leaf: to_host(leaf, copies))
         return {
             "params": {NETWORK: nested(sections["params"])},
             "variables": {NETWORK: nested(sections["variables"])},
@@ -392,6 +393,11 @@ class FunctionalEngine(Engine):
             "gradients": None,
             "accumulators": {},
         }
+
+    def has_copies(self, copies: HostCopies) -> bool:
+        """Say whether parameters and optimizer states are those that were copied last."""
+        sections = self._sections(lambda leaf: leaf)
+        return copies.know([leaf for name in ("params", "optimizer") for leaf in sections[name].values()])
 
     def load_state_dict(self, sections: Mapping[str, Any], *, strict: bool = True, weights_only: bool = False) -> None:
         """Restores what `state_dict` gave.

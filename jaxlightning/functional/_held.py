@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlightning.utilities.host_memory import HostCopies, host_copies
+
 __all__ = ["Held", "NnxHeld", "is_array", "is_key", "make_held"]
 
 
@@ -204,11 +206,16 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def to_host(leaf: Any) -> Any:
-    """A numpy copy of a leaf; a typed key as its data."""
+def to_host(leaf: Any, copies: HostCopies | None = None) -> Any:
+    """A numpy copy of a leaf; a typed key as its data.
+
+    Args:
+        leaf: The leaf.
+        copies: Gives a copy that lives already once more.
+    """
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
-    return np.array(leaf, copy=True)
+    return (host_copies([leaf]) if copies is None else copies.of([leaf]))[0]
 
 
 def like(value: Any, template: Any) -> Any:
