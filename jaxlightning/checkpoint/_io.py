@@ -202,6 +202,7 @@ def commit(payload: Payload, target: str | os.PathLike[str], options: dict[str, 
         # Orbax's notes for storage without renames; they name this machine's directories and nobody reads them here.
         for note in staged.rglob("commit_success.txt"):
             note.unlink()
+        _layout.make_durable(staged)
         _layout.publish(staged, final)
     except BaseException:
         for left in final.parent.glob(f"{_escape_glob(staged.name)}*"):

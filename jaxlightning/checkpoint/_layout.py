@@ -6,6 +6,7 @@ like a checkpoint is a checkpoint, except after outside damage, which `verify` f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxlightning.checkpoint._errors import CheckpointError, IncompleteCheckpointError, NotACheckpointError
@@ -40,6 +42,28 @@ def staging_path(target: Path) -> Path:
     return target.with_name(f"{target.name}.saving-{uuid.uuid4().hex[:8]}")
 
 
+def make_durable(directory: Path) -> None:
+    """Wait until all files of a directory are on the disk, many at a time: the disk takes them together."""
+    places = [directory, *directory.rglob("*")]
+    with ThreadPoolExecutor(max_workers=min(16, len(places)), thread_name_prefix="jaxlightning-sync") as pool:
+        list(pool.map(_synchronize, places))
+
+
+def _synchronize(place: Path) -> None:
+    if place.is_dir():
+        with contextlib.suppress(OSError):  # where directories cannot be opened, they need not be
+            _synchronize_descriptor(os.open(place, os.O_RDONLY))
+    else:
+        _synchronize_descriptor(os.open(place, os.O_RDWR))  # Windows wants to be able to write
+
+
+def _synchronize_descriptor(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def publish(staged: Path, target: Path) -> None:
     """Give a complete checkpoint its final name; what had that name before is deleted afterwards.
 
@@ -49,10 +73,12 @@ def publish(staged: Path, target: Path) -> None:
         target.unlink()
     if not target.exists():
         os.rename(staged, target)
+        _synchronize(target.parent)
         return
     old = target.with_name(f"{target.name}.replaced-{uuid.uuid4().hex[:8]}")
     os.rename(target, old)
     os.rename(staged, target)
+    _synchronize(target.parent)  # the new one has the name for good before the old one goes
     delete_tree(old)
 
 

@@ -62,6 +62,7 @@ def registry() -> Any:
         ) -> Any:
             arguments = list(args) if args is not None else [ocp.SaveArgs() for _ in values]
             self._slice = _slice_bytes(values)
+            infos = [info.replace(ts_context=_unsynchronized()) for info in infos]
             for start, stop in _groups([value.nbytes for value in values], self._slice):
                 arrays = [value.take() for value in values[start:stop]]
                 futures = await super().serialize(arrays, infos[start:stop], arguments[start:stop])
@@ -85,6 +86,23 @@ def registry() -> Any:
     return ocp.type_handlers.create_type_handler_registry(
         (Pending, InSlices(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # not used; Orbax warns when it is missing
+    )
+
+
+@functools.cache
+def _unsynchronized() -> Any:
+    """Tensorstore's settings as Orbax makes them, but without waiting for the disk after each of very many files.
+
+    All of them are made durable together before the checkpoint gets its name.
+    """
+    import tensorstore as ts
+
+    return ts.Context(
+        {
+            "file_io_sync": False,
+            "file_io_concurrency": {"limit": 128},
+            "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
+        }
     )
 
 
