@@ -34,8 +34,8 @@ import jaxlightning as pl  # noqa: E402
 from jaxlightning.optim import Adam  # noqa: E402
 
 LIMIT_BLOCKED = 0.10
-#: One state: the snapshot, which shrinks while it is written. At the beginning it is whole and the first slice (1 MiB) is
-#: under way as well, in three forms (taken, compressed, in the file's buffer), beside what the process itself takes
+#: One state: the snapshot, which shrinks while it is written. At the beginning it is whole and the first slice (1 MiB)
+#: is under way as well, in three forms (taken, compressed, in the file's buffer), beside what the process itself takes
 #: meanwhile (threads, tables of the storage library).
 LIMIT_STATES, LIMIT_UNDER_WAY = 1.0, 6e6
 
