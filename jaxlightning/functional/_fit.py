@@ -282,7 +282,8 @@ def _sort(
         train_step, form = loss_step(loss_fn, form, None if train_state and optimizer is None else tx)
     else:
         form = form_of(train_step, "train_step", nnx=nnx)
-    _refuse_pmap(train_step)
+    _refuse_pmap(train_step, "train_step")
+    _refuse_pmap(eval_step, "eval_step")
     carry, beside = _carry_and_optimizer(state, form, opt_state, optimizer, tx, nnx=nnx)
     kind = "model" if nnx else "params" if form.carry == "params" else "state"
     if "key" in form.roles and key is None:
@@ -363,10 +364,14 @@ def _type_name(state: Any) -> str:
     return type(state if owner is None else owner).__name__
 
 
-def _refuse_pmap(step: Any) -> None:
-    if "pmap" in type(step).__name__.lower() or "pmap" in getattr(type(step), "__module__", ""):
+def _refuse_pmap(step: Any, name: str) -> None:
+    while isinstance(step, functools.partial):
+        step = step.func
+    # What `jax.pmap` returns is a plain function since JAX 0.8; only the module of its code tells.
+    home = getattr(step, "__globals__", {}).get("__name__") or getattr(type(step), "__module__", "")
+    if home.startswith("jax.") and home.endswith("pmap"):
         raise TypeError(
-            "`train_step` is made by `jax.pmap`. Pass the plain step with `devices=N`: the batch is split over the "
+            f"`{name}` is made by `jax.pmap`. Pass the plain step with `devices=N`: the batch is split over the "
             "devices, and jax.jit adds the sums between them; `axis_name` and `lax.pmean` are not needed."
         )
 

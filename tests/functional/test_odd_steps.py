@@ -163,6 +163,13 @@ def test_other_arguments_are_refused_with_the_list(step: Any, tmp_path: Path) ->
         fit(state(), tmp_path, train_step=step)
 
 
+def test_pmap_is_refused_with_what_stands_for_it(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"`train_step` is made by `jax.pmap`.*`devices=N`"):
+        fit(state(), tmp_path, train_step=functools.partial(jax.pmap(in_the_middle, axis_name="batch"), settings=None))
+    with pytest.raises(TypeError, match=r"`eval_step` is made by"):
+        fit(state(), tmp_path, train_step=advance, test_ds=BATCHES, eval_step=jax.pmap(advance))
+
+
 def test_a_key_that_was_bound_already_is_left_alone(expected: Any, tmp_path: Path) -> None:
     seen = []
 

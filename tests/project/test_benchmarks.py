@@ -70,7 +70,9 @@ NEEDS = {"vision": "torchvision"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["import_time", "overhead", "nnx", "template", "step_profile", "memory", "scaling", "vision"])
+@pytest.mark.parametrize(
+    "name", ["import_time", "overhead", "nnx", "template", "step_profile", "memory", "scaling", "vision"]
+)
 def test_a_benchmark_runs_and_its_result_is_in_the_report(name: str, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS.get(name, "jax"))
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

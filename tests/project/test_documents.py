@@ -79,3 +79,48 @@ def test_every_test_that_the_migration_guide_names_exists() -> None:
         assert f"def {test}(" in path.read_text(), f"{path.name}::{test}"
         found += 1
     assert found > 20
+
+
+DOCUMENTS = ("README.md", "MIGRATION.md", "docs/README.md", "docs/guides.md", "docs/zh/README.md", "docs/data.md")
+
+
+def test_every_row_of_the_guides_table_names_what_shows_it() -> None:
+    text = (ROOT / "docs/guides.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[0] != "in the guides"]
+    assert len(rows) > 30
+    for row in rows:
+        if "not supported" not in row[1]:
+            assert re.search(r"`(tests|examples|benchmarks)/", row[-1]), row
+    for name in (
+        "Flax|flax", "optax", "Orbax", "tqdm", "tensorboardX", "TensorFlow Datasets", "torchvision", "lr_schedule",
+        "static_argnums", "mixed precision", "pmap", "checkify", r"jax\.profiler", r"jax\.debug", "device_put", "VAE",
+        "TFLite", "SavedModel", "serving", "jaxboard", "Weights & Biases", "haiku", "Trax", "Jraph", "nn.remat",
+        "nn.scan",
+        "PyTreeCheckpointer",
+    ):  # fmt: skip
+        assert re.search(name, text), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_flag_and_name_that_a_document_shows_exists(document: str) -> None:
+    import inspect
+
+    import jaxlightning
+
+    text = (ROOT / document).read_text()
+    flags = {flag for call in re.findall(r"Trainer\(([^()]*)\)", text) for flag in re.findall(r"\b(\w+)=", call)}
+    assert flags <= set(inspect.signature(jaxlightning.Trainer.__init__).parameters)
+    for dotted in set(re.findall(r"\bjaxlightning\.([a-z_]\w*(?:\.\w+)*)", text)):
+        found = jaxlightning
+        for name in dotted.removesuffix(".py").split("."):
+            found = getattr(found, name)
+
+
+def test_every_extra_that_the_readme_names_can_be_installed() -> None:
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (sentence,) = re.findall(r"The extras are (.*?)\.\n\n", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`(\w+)`", sentence))
+    assert named == set(extras) - {"examples", "reference", "bench", "dev", "all"}
