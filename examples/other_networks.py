@@ -166,6 +166,9 @@ def graph_network() -> Classifier:
             right = (self.net(graph).argmax(-1) == label) * real
             self.log("val_acc", jnp.sum(right) / jnp.sum(real), batch_size=len(label) - 1, prog_bar=True)
 
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.adam(1e-2)
+
     return GraphClassifier(GraphNet())
 
 

@@ -29,7 +29,8 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_the_network_learns(network: str, example: ModuleType, tmp_path: Path) -> None:
     if network in NEEDS:
         pytest.importorskip(NEEDS[network])
-    epochs = "20" if network == "graph" else "4"
+    epochs = "15" if network == "graph" else "4"
     options = ["--network", network, "--epochs", epochs, "--limit", "600", "--batch-size", "30", "--quiet"]
     accuracy = example.main([*options, "--data", str(tmp_path / "data"), "--output", str(tmp_path)])
-    assert accuracy > (0.7 if network == "graph" else 0.5)  # chance is 0.5 and 0.1
+    # Chance is 0.5 and 0.1. Every graph of seeds 0 to 2 was told apart from epoch 13 on.
+    assert accuracy > (0.95 if network == "graph" else 0.5)
