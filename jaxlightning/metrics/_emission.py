@@ -222,7 +222,7 @@ def _on_axis(metrics: dict[str, Any], axis: int, epoch: int) -> tuple[dict[str, 
 
 
 def may_be_late(trainer: Any) -> bool:
-    """Whether nobody but our own code could notice that loggers get metrics of a batch one step late.
+    """Whether nobody but our own code could notice that loggers get metrics of a batch a little late.
 
     Args:
         trainer: The trainer, whose hook table knows who runs code of the user's.

@@ -15,13 +15,13 @@ __all__ = ["Sender"]
 
 
 class Sender:
-    """Sends metrics to the loggers of a trainer, at once or one step late.
+    """Sends metrics to the loggers of a trainer, at once or a little late.
 
     Args:
         trainer: The trainer.
 
     Attributes:
-        late_emission: Whether metrics of batches may reach the loggers one step late; None finds out at the first batch
+        late_emission: Whether metrics of batches may reach the loggers a little late; None finds out at the first batch
             whether some host code that runs per batch could see the difference.
     """
 
