@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxlightning.compile.host_calls import recorded_print
 from jaxlightning.compile.trace import current_trace
 from jaxlightning.module_base import ModuleBase
@@ -56,6 +59,9 @@ class ModuleLogging(ModuleBase):
         """
         trace = current_trace()
         if trace is not None and trace.silent:
+            if trace.kind == "train" and on_step is not False and isinstance(value, jax.Array | float | int):
+                seen = jax.lax.stop_gradient(jnp.asarray(value))
+                trace.unseen_logs.update({name: seen, f"{name}_step": seen} if on_epoch else {name: seen})
             return
         from jaxlightning.metrics import log_value
 

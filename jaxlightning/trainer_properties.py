@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from jaxlightning.compile.host_calls import traced_logger, traced_loggers
+from jaxlightning.compile.host_trainer import logged_so_far
 from jaxlightning.compile.trace import current_trace, note_stage_read
 from jaxlightning.loops.call import is_overridden
 from jaxlightning.utilities.rank_zero import rank_zero_info
@@ -371,17 +372,22 @@ class TrainerProperties:
     @property
     def callback_metrics(self) -> dict[str, Any]:
         """What callbacks may monitor; reading it fetches the values from the device."""
-        return self._logger_connector.callback_metrics  # type: ignore[no-any-return]
+        return self._with_step("callback_metrics")
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
         """What was sent to the loggers last; reading it fetches the values from the device."""
-        return self._logger_connector.logged_metrics  # type: ignore[no-any-return]
+        return self._with_step("logged_metrics")
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """What the progress bar shows, as Python floats."""
-        return self._logger_connector.progress_bar_metrics  # type: ignore[no-any-return]
+        return self._with_step("progress_bar_metrics")
+
+    def _with_step(self, kind: str) -> dict[str, Any]:
+        """Metrics as they are now: in a step that runs eagerly with what it has logged so far."""
+        known: dict[str, Any] = getattr(self._logger_connector, kind)
+        return known if current_trace() is None else {**known, **logged_so_far(kind)}
 
     # --- loops
 

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
-__all__ = ["HostLeaf", "join", "leaf_paths", "split"]
+__all__ = ["HostLeaf", "host_leaf_of", "join", "leaf_paths", "split"]
 
 
 class HostLeaf:
-    """Stands inside a compiled step for a batch leaf that JAX cannot hold; any use raises and names its path."""
+    """Stands inside a compiled step for a batch leaf that JAX cannot hold.
 
-    __slots__ = ("_path", "_type")
+    It may be handed on: appended to a list on the module, given to a logger, returned. Whoever gets it, gets the leaf
+    of the batch of that step. A use of its value raises and names its path.
+
+    Args:
+        path: Where it is in the batch.
+        kind: Name of its type.
+        index: Its number among the leaves of the batch.
+    """
+
+    __slots__ = ("_index", "_path", "_type")
     _path: str
     _type: str
+    _index: int
 
-    def __init__(self, path: str, kind: str) -> None:
+    def __init__(self, path: str, kind: str, index: int) -> None:
         object.__setattr__(self, "_path", path)
         object.__setattr__(self, "_type", kind)
+        object.__setattr__(self, "_index", index)
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError(
             f"The step uses the batch leaf {self._path!r}, a {self._type} that JAX cannot hold. Such leaves stay on "
-            "the "
-            "host: hooks that receive the batch see them, a compiled step does not. Encode it as numbers in the data "
-            "loader, or use `Trainer(jit=False)`."
+            "the host: a compiled step may append one to a list on `self`, give it to a logger or return it, but not "
+            "look at it. Hooks that receive the batch see it. Encode it as numbers in the data loader, or use "
+            "`Trainer(jit=False)`."
         )
 
     def __repr__(self) -> str:
@@ -35,6 +47,7 @@ class HostLeaf:
     __call__ = __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __int__ = __float__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __array__ = _refuse
+    __str__ = __format__ = _refuse
     __hash__ = object.__hash__
 
 
@@ -66,11 +79,23 @@ def leaf_paths(batch: Any) -> list[str]:
     return [jax.tree_util.keystr(path) or "batch" for path, _ in jax.tree_util.tree_flatten_with_path(batch)[0]]
 
 
+def host_leaf_of(item: Any, leaves: Sequence[Any] | None) -> Any:
+    """The leaf of the batch that a `HostLeaf` stands for; anything else as it is."""
+    return leaves[item._index] if type(item) is HostLeaf and leaves is not None else item
+
+
 def join(treedef: Any, arrays: Any, positions: tuple[int, ...] | None, paths: list[str], kinds: list[str]) -> Any:
     """The batch that a step sees: arrays at their places, `HostLeaf` stand-ins elsewhere."""
     if positions is None:
         return jax.tree_util.tree_unflatten(treedef, arrays)
-    leaves: list[Any] = [HostLeaf(path, kind) for path, kind in zip(paths, kinds, strict=True)]
+    return joined(
+        treedef, arrays, positions, [HostLeaf(*each) for each in zip(paths, kinds, range(len(paths)), strict=True)]
+    )
+
+
+def joined(treedef: Any, arrays: Any, positions: tuple[int, ...], others: Sequence[Any]) -> Any:
+    """A batch of arrays at their places and of something else at the others."""
+    leaves = list(others)
     for position, array in zip(positions, arrays, strict=True):
         leaves[position] = array
     return jax.tree_util.tree_unflatten(treedef, leaves)

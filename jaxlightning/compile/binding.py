@@ -212,23 +212,32 @@ class Binding:
 
     @contextmanager
     def _raw_standing(self, trace: Trace) -> Iterator[None]:
+        self.place_raw(trace)
+        try:
+            yield
+            self.take_raw(trace)
+        finally:
+            for path in trace.raw:
+                owner, name = self.raw[path]
+                owner.__dict__.pop(name, None)
+
+    def place_raw(self, trace: Trace) -> None:
+        """Lets the module's own parameters be those of a trace; anew after an optimizer stepped in it."""
         placed = {path: trace.params[path] for path in self.raw if path in trace.params}
         if self.precision.casts and not trace.creating:
             placed = self.precision.convert_compute(placed)
+        trace.raw = placed
         for path, value in placed.items():
             owner, name = self.raw[path]
             owner.__dict__[name] = value
-        try:
-            yield
-            for path, value in placed.items():
-                owner, name = self.raw[path]
-                now = owner.__dict__.get(name)
-                if now is not value:
-                    trace.write_params(path, cast_floats(now, trace.params[path].dtype))
-        finally:
-            for path in placed:
-                owner, name = self.raw[path]
-                owner.__dict__.pop(name, None)
+
+    def take_raw(self, trace: Trace) -> None:
+        """Takes over own parameters of the module that the step assigned."""
+        standing = {path: owner.__dict__.get(name) for path, (owner, name) in self.raw.items() if path in trace.raw}
+        changed = {path: now for path, now in standing.items() if now is not trace.raw[path]}
+        trace.raw.update(changed)
+        for path, now in changed.items():
+            trace.write_params(path, cast_floats(now, trace.params[path].dtype))
 
     @contextmanager
     def _nnx_bound(self, trace: Trace, nnx: NnxGroup) -> Iterator[None]:

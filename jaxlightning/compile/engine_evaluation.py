@@ -33,6 +33,7 @@ class EngineEvaluation(EngineSteps):
         """Runs one evaluation batch; `stage` is `"validate"`, `"test"`, `"sanity_check"` or `"predict"`."""
         leaves, treedef = jax.tree_util.tree_flatten(batch)
         arrays, positions = batches.split(leaves)
+        self.batch_leaves = None if positions is None else leaves
         if self._dirty or self._nnx_exposed:
             self.check_constants()
         ints = np.array((self._seed32, batch_idx, batch_idx, current_epoch, global_step), np.int32)
@@ -77,7 +78,8 @@ class EngineEvaluation(EngineSteps):
             self._after_call(variant.info, effects, env)
         if variant.info.host is not None and env is not None:
             variant.info.host.finish(env)
-        return StepOutput(variant.info.plan, values, states, False, variant.info.outputs, outputs)
+        info = variant.info
+        return StepOutput(info.plan, values, states, False, info.outputs, outputs, self.batch_leaves)
 
     def predict_step(
         self,

@@ -38,6 +38,7 @@ class EngineSteps(EngineLogs):
 
     Attributes:
         on_variables_created: Called whenever networks got their variables.
+        batch_leaves: Leaves of the batch of the step that runs, where some of them stay on the host; else None.
     """
 
     jit: bool
@@ -49,6 +50,7 @@ class EngineSteps(EngineLogs):
         self.variants = variants
         self.effect_facts = EffectFacts()
         self.tables: dict[str, SlotTable] = {}
+        self.batch_leaves: list[Any] | None = None
         self.on_variables_created: list[Callable[[], None]] = []
         self._eval_acc: dict[str, Any] = {}
         self._dirty = False
@@ -122,7 +124,7 @@ class EngineSteps(EngineLogs):
             self._restructure(info.treedef_after)
             self.modes_changed()  # forgets which variant was used last
         if info.effects is not None:
-            info.effects(effects, env, self._real_rows)
+            info.effects(effects, env, self._real_rows, self.batch_leaves)
 
     # --- creation, and calls outside a step -----------------------------------------------------------------------
 

@@ -224,6 +224,7 @@ class EngineTraining(EngineEvaluation):
     ) -> StepOutput:
         leaves, treedef = jax.tree_util.tree_flatten(batch)
         arrays, positions = batches.split(leaves)
+        self.batch_leaves = None if positions is None else leaves
         if self._dirty or self._nnx_exposed:
             self.check_constants()
         hyper = _joined((share, scale, clip), [handle.host_hyper() for handle in self.binding.optimizers])
@@ -242,7 +243,7 @@ class EngineTraining(EngineEvaluation):
             variant, host = self._choose(variant, env)
         if variant is not None and variant.treedef == treedef and variant.positions == positions:
             if flags[5:]:
-                self.manual.set_floats(variant.info.manual, hyper)
+                self.manual.set_floats(variant.info.manual, hyper, env)
             try:
                 self._leaves, values, states, outputs, finite, effects = variant.call(
                     self._leaves, arrays, ints, self._floats, *host
@@ -256,19 +257,22 @@ class EngineTraining(EngineEvaluation):
             variant = self._train_variant(flags, batch, arrays, treedef, positions, ints, env)
             host = () if variant.info.host is None else variant.info.host.inputs(env)
             if flags[5:]:
-                self.manual.set_floats(variant.info.manual, hyper)
+                self.manual.set_floats(variant.info.manual, hyper, env)
             self._leaves, values, states, outputs, finite, effects = variant.call(
                 self._leaves, arrays, ints, self._floats, *host
             )
         self._nnx_stale = True
+        if not self.jit and self.binding.missing(self.params_live):
+            self._hot.clear()  # an eager step has to be asked again whether it calls a network that is not there yet
         if finite is not None:
             self._raise_anomaly(finite, variant, micro_step, batch)
         if variant.info.needs_host:
             self._after_call(variant.info, effects, env)
         if variant.info.host is not None and env is not None:
             variant.info.host.finish(env)
-        out = StepOutput(variant.info.plan, values, states, variant.info.skipped, variant.info.outputs, outputs)
-        out.manual = variant.info.manual
+        info = variant.info
+        out = StepOutput(info.plan, values, states, info.skipped, info.outputs, outputs, self.batch_leaves)
+        out.manual = info.manual
         return out
 
     def _train_variant(

@@ -146,10 +146,12 @@ def shapes_of(arrays: Any) -> tuple[Any, ...]:
     return tuple((tuple(a.shape), a.dtype) for a in arrays)
 
 
-def joiner(batch: Any, treedef: Any, positions: Any) -> Callable[[Any], Any]:
+def joiner(engine: EngineSteps, batch: Any, treedef: Any, positions: Any) -> Callable[[Any], Any]:
     """What puts a batch together again, in a trace; leaves that stayed on the host say so when they are used."""
     if positions is None:
         return functools.partial(jax.tree_util.tree_unflatten, treedef)
+    if not engine.jit:
+        return lambda arrays: batches.joined(treedef, arrays, positions, engine.batch_leaves or ())
     paths = batches.leaf_paths(batch)
     kinds = [type(leaf).__name__ for leaf in jax.tree_util.tree_leaves(batch)]
     return lambda arrays: batches.join(treedef, arrays, positions, paths, kinds)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxlightning.compile.host_proxy import AVAILABLE, HostNumber
 from jaxlightning.compile.host_values import Expression, leaf
 from jaxlightning.compile.trace import RetraceError, current_trace
@@ -174,9 +176,19 @@ class HostAttributes:
         return value
 
     def hear(self, owner: Any, name: str, value: Any, read: Callable[[], Any] | None) -> Any:
-        """What the user's code sees of a learning rate and its like; refuses to set one inside a step."""
+        """What the user's code sees of a learning rate and its like.
+
+        Setting one (`read` is None) is recorded in a manual step and refused in others.
+        """
         what = f"param_groups[...][{name!r}]" if isinstance(owner, dict) else f"{type(owner).__name__}.{name}()"
+        trace = current_trace()
+        rates = None if trace is None or trace.manual is None else trace.manual.rates
         if read is None:
+            if trace is not None and trace.manual is not None and trace.silent:
+                return True
+            if rates is not None and isinstance(value, HostNumber | int | float | np.integer | np.floating):
+                rates.assign(owner, name, value, self)
+                return True
             raise RuntimeError(
                 f"The step sets `{what}` at {user_line()}. The step is compiled: it would be set once, while the step "
                 "is traced. Set it in a hook such as `on_train_batch_start`, or use a learning-rate scheduler."
@@ -186,6 +198,10 @@ class HostAttributes:
         key = f"{what}#{number}"
         if isinstance(value, bool | str | type(None)):
             return self.flag(key, value, read)
+        if rates is not None and isinstance(value, int | float | list | tuple):
+            found = rates.seen(key, value, read, self)
+            if found is not None:
+                return found
         if isinstance(value, int | float):
             return self.source(key, value, read)
         if isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value):

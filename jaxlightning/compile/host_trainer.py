@@ -14,13 +14,15 @@ import jax
 import numpy as np
 
 from jaxlightning.compile.host_proxy import HostNumber
+from jaxlightning.compile.log_plan import LogMeta
+from jaxlightning.compile.trace import current_trace
 from jaxlightning.compile.user_code import user_line
 
 if TYPE_CHECKING:
     from jaxlightning.compile.effects import ReadRecorder
     from jaxlightning.compile.host_attributes import HostAttributes
 
-__all__ = ["MetricsView", "ObjectView", "TrainerView"]
+__all__ = ["MetricsView", "ObjectView", "TrainerView", "logged_so_far"]
 
 _MISSING = object()
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -66,10 +68,10 @@ class TrainerView:
         if name.startswith("_") or name in _PLAIN:
             return getattr(trainer, name)
         key = f"self.trainer.{name}"
-        if name in (*_METRICS, "is_last_batch", "should_stop"):
-            numbers.inputs.looks_back = True
         if name in _METRICS:
-            return MetricsView(key, lambda: getattr(trainer, name), numbers)
+            return MetricsView(key, name, lambda: getattr(trainer._logger_connector, name), numbers)
+        if name in ("is_last_batch", "should_stop"):
+            numbers.inputs.looks_back = True
         value = numbers.written_value(key, _MISSING)
         if value is not _MISSING:
             return value
@@ -142,22 +144,32 @@ def _forbidden(key: str) -> Callable[..., Any]:
 class MetricsView(Mapping[str, Any]):
     """A dictionary of metrics as a traced step sees it: its keys are guards, its values inputs.
 
+    What the step itself has logged so far is in it too, with the value of this step.
+
     Args:
         key: How the user reaches it, for example `"self.trainer.callback_metrics"`.
+        kind: Which of the trainer's dictionaries.
         read: Gives the dictionary.
         numbers: The numbers of this run of the step.
     """
 
-    def __init__(self, key: str, read: Callable[[], Mapping[str, Any]], numbers: HostAttributes) -> None:
+    def __init__(self, key: str, kind: str, read: Callable[[], Mapping[str, Any]], numbers: HostAttributes) -> None:
         self._key = key
+        self._kind = kind
         self._read = read
         self._numbers = numbers
 
     def __contains__(self, name: object) -> bool:
+        if name in logged_so_far(self._kind):
+            return True
+        self._numbers.inputs.looks_back = True
         read = self._read
         return bool(self._numbers.flag(f"({name!r} in {self._key})", name in _now(read), lambda: name in read()))
 
     def __getitem__(self, name: str) -> Any:
+        logged = logged_so_far(self._kind)
+        if name in logged:
+            return logged[name]
         if name not in self:
             raise KeyError(name)
         read, key = self._read, f"{self._key}[{name!r}]"
@@ -171,12 +183,40 @@ class MetricsView(Mapping[str, Any]):
         return self._numbers.source(key, number, lambda: _number(read()[name]))
 
     def __iter__(self) -> Iterator[str]:
+        self._numbers.inputs.looks_back = True
         read = self._read
         key = f"tuple({self._key})"
-        return iter(self._numbers.flag(key, tuple(_now(read)), lambda: tuple(read())))
+        known = self._numbers.flag(key, tuple(_now(read)), lambda: tuple(read()))
+        return iter(dict.fromkeys([*known, *logged_so_far(self._kind)]))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+
+def logged_so_far(kind: str) -> dict[str, Any]:
+    """What the running step has logged, by the keys under which a dictionary of the trainer has it.
+
+    Args:
+        kind: Which dictionary: `"callback_metrics"`, `"logged_metrics"` or `"progress_bar_metrics"`.
+    """
+    trace = current_trace()
+    if trace is None:
+        return {}
+    found = dict(trace.unseen_logs)
+    for entry in trace.logs:
+        meta = entry.meta
+        if meta.on_step and meta.reduce_fx != "state" and meta.dataloader_idx is None:
+            found.update(dict.fromkeys(_keys(meta, kind), jax.lax.stop_gradient(entry.value)))
+    return found
+
+
+def _keys(meta: LogMeta, kind: str) -> list[str]:
+    """Under which keys a dictionary of the trainer has the value of a step."""
+    forked = meta.on_step and meta.on_epoch
+    step = f"{meta.name}_step" if forked else meta.name
+    if kind == "callback_metrics":
+        return [meta.name, step]
+    return [step] if (meta.logger if kind == "logged_metrics" else meta.prog_bar) else []
 
 
 def _number(value: Any) -> Any:

@@ -16,7 +16,6 @@ from jaxlightning.compile import packing
 from jaxlightning.compile.guarded_update import device_logs
 from jaxlightning.compile.manual_base import ManualBase, OptimizerUpdate, check_loss
 from jaxlightning.compile.manual_events import (
-    LEADING_FLOATS,
     Backward,
     Clip,
     Cut,
@@ -24,16 +23,16 @@ from jaxlightning.compile.manual_events import (
     Keep,
     ManualOptions,
     Read,
-    RetraceManualError,
     Update,
     aval_of,
     emit,
 )
+from jaxlightning.compile.manual_replay import Replayer, closure_value, replayer
 from jaxlightning.compile.manual_result import manual_outputs
+from jaxlightning.compile.manual_schedulers import Rates
 from jaxlightning.compile.run_step import OutputTree, StepInfo, run_user_step, step_key
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import Scalars, Trace
-from jaxlightning.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
     from jaxlightning.compile.binding import Binding
@@ -53,6 +52,7 @@ class ManualRun(ManualBase):
         check: Whether losses and gradients are checked for being finite.
         where: The user's step, for messages.
         info: Knows the Python decisions so far.
+        replay: Runs the step once more, for optimizers that evaluate their closure several times.
     """
 
     def __init__(
@@ -64,12 +64,13 @@ class ManualRun(ManualBase):
         check: bool,
         where: str,
         info: StepInfo,
+        replay: Replayer,
     ) -> None:
         super().__init__(binding, state, options, check, where)
         self.info = info
-        self.floats = floats
+        self.replay = replay
+        self.rates = Rates(self, floats)
         self.touched: dict[int, str] = {}
-        self._scheduler_steps = 0
         kept = {leaf for leaf in self.owned if self.owners[leaf] in options.live and self.paths[leaf] in self.buffers}
         absent = [leaf for leaf in self.owned if leaf not in kept]
         self.gradients: dict[int, Any] = {leaf: self.buffers[self.paths[leaf]] for leaf in kept}
@@ -125,20 +126,26 @@ class ManualRun(ManualBase):
 
     def step(self, handle: Any, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         """`opt.step()`: runs the closure, then applies the optimizer to its gradients."""
+        self.entered += 1
+        number = self.entered
         result = None if closure is None else closure()
         self._enter(f"`{handle.name}.step()`")
         index = self._index(handle)
         self._cut("on_before_optimizer_step", index=index)
         self._touch(index, "read")
         leaves = self.leaves_of(index)
+        value = closure_value(self, index, number, closure)
         self._stepped(index)
         if not leaves or index >= len(self.opt_states):
+            self.history.append(list(self.raw))
             return result
-        update = OptimizerUpdate(self, index, self.binding.optimizers[index])
+        update = OptimizerUpdate(self, index, self.binding.optimizers[index], value)
         kept = update.kept(self, index)
-        further = [self._hyper(index)] + ([] if self.loss is None else [self.loss])
+        further = [self.rates.hyper(index)] + ([] if self.loss is None else [self.loss])
+        further += [] if value is None else list(value.consts)
         event = Update([aval_of(value) for value in kept], index, len(leaves), len(kept), update, self.plan)
         update.put(self, index, emit(event, *(self.gradients[leaf] for leaf in leaves), *kept, *further))
+        self.history.append(list(self.raw))
         self._show(leaves)
         self._publish()
         return result
@@ -163,24 +170,7 @@ class ManualRun(ManualBase):
 
     def scheduler_step(self, scheduler: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """`scheduler.step()`: happens on the host, every time the step runs."""
-        if args or kwargs:
-            raise MisconfigurationException(
-                f"`{type(scheduler).__name__}.step(...)` was called with arguments inside `{self.where}`. The step is "
-                "compiled, so a metric or number in it is not known on the host when the scheduler needs it. Step this "
-                "scheduler in `on_train_batch_end` or `on_train_epoch_end`, for example "
-                '`self.lr_schedulers().step(self.trainer.callback_metrics["loss"])`.'
-            )
-        self.trace.require_own_level("`scheduler.step()`", "call it in the step itself")
-        self.plan.schedulers.append(scheduler)
-        self._scheduler_steps += 1
-
-    def _hyper(self, index: int) -> Any:
-        widths = [len(handle.host_hyper()) for handle in self.binding.optimizers]
-        if self._scheduler_steps > self.options.snapshots:
-            raise RetraceManualError(snapshots=self._scheduler_steps)
-        self.plan.snapshots = max(self.plan.snapshots, self._scheduler_steps)
-        start = LEADING_FLOATS + self._scheduler_steps * sum(widths) + sum(widths[:index])
-        return self.floats[start : start + widths[index]]
+        self.rates.step(scheduler, args, kwargs)
 
     # --- hooks and the end ------------------------------------------------------------------------------------------
 
@@ -202,8 +192,13 @@ class ManualRun(ManualBase):
         params, variables, states = jax.tree_util.tree_unflatten(treedef, results[len(self.owned) :])
         self.raw, self.opt_states = jax.tree_util.tree_leaves(params), list(states)
         self.trace.variables.update(variables)
+        self.history.append(list(self.raw))
         self._show(list(range(len(self.raw))))
         self._publish()
+
+    def _assigned(self, changed: list[int], current: list[Any]) -> None:
+        super()._assigned(changed, current)
+        self.history.append(list(self.raw))
 
     def finish(self) -> TrainState:
         """The training state after the step."""
@@ -242,13 +237,15 @@ def manual_train_step(
         the trace.
     """
     where = f"{type(binding.module).__name__}.training_step"
-    run = ManualRun(binding, state, options.manual, floats, options.check_finite, where, info)
+    batch, key = binding.precision.convert_input(batch), step_key(seed, scalars.micro_step, "train")
+    replay = replayer(binding, state, batch, scalars, key, where, attributes, info.host)
+    run = ManualRun(binding, state, options.manual, floats, options.check_finite, where, info, replay)
     trace = Trace(
-        kind="train", key=step_key(seed, scalars.micro_step, "train"), scalars=scalars,
+        kind="train", key=key, scalars=scalars,
         params={}, variables=dict(state.variables), attributes=attributes, numbers=numbers, manual=run,
     )  # fmt: skip
     run.start(trace)
-    result = run_user_step(binding, trace, binding.precision.convert_input(batch), info, strict=True)
+    result = run_user_step(binding, trace, batch, info, strict=True)
     outputs = manual_outputs(result, where)
     return finish_step(run, run.finish(), trace, table, info, outputs if options.outputs else None)
 

@@ -20,6 +20,8 @@ from jaxlightning.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
     from jaxlightning.compile.binding import Binding
+    from jaxlightning.compile.manual_replay import ClosureValue
+    from jaxlightning.compile.manual_schedulers import Rates
     from jaxlightning.compile.trace import Trace
 
 __all__ = ["ManualBase", "OptimizerUpdate", "check_loss", "leaf_paths"]
@@ -87,12 +89,14 @@ class OptimizerUpdate:
         run: The run in which it happens.
         index: Number of the optimizer.
         handle: The optimizer.
+        value: The loss as a function of the parameters, for an optimizer that evaluates it several times.
     """
 
-    def __init__(self, run: ManualBase, index: int, handle: Any) -> None:
+    def __init__(self, run: ManualBase, index: int, handle: Any, value: ClosureValue | None = None) -> None:
         own, nested = run.binding.owned_by(handle), run.nested(run.raw)
         self._binding = run.binding
         self._handle = handle
+        self._value = value
         self._frozen = run.frozen
         mine = nested if own is None else select(nested, own)
         self._shape = jax.tree_util.tree_structure(mine)
@@ -116,7 +120,8 @@ class OptimizerUpdate:
         Args:
             gradients: Leaves of the gradients, without loss scale.
             kept: As `kept` gives them.
-            further: Its hyper-parameters, then the loss of the last backward call if there was one.
+            further: Its hyper-parameters, then the loss of the last backward call if there was one, then constants of
+                the loss as a function.
 
         Returns:
             New leaves in the order of `kept`.
@@ -127,6 +132,8 @@ class OptimizerUpdate:
         opt_state, (scaler, nonfinite) = jax.tree_util.tree_unflatten(self._rest, list(kept[self._count :]))
         before = TrainState(mine, {}, opt_state=opt_state, scaler=scaler, nonfinite=nonfinite)
         extra = {} if loss is None else {"value": loss, "grad": grads}
+        if self._value is not None:
+            extra["value_fn"] = self._value.with_consts(further[2:])
         updates, new_state = self._handle.update(grads, opt_state, mine, hyper, **extra)
         updated = optax.apply_updates(mine, updates)
         if self._frozen is not None:
@@ -152,6 +159,9 @@ class ManualBase:
         raw: The parameters as they are now, in flattening order.
         views: What networks read.
         plan: What the step does to optimizers and schedulers.
+        history: The parameters after everything that changed them, in order.
+        entered: How often `opt.step` was called.
+        rates: What the step does to learning rates, None where that happens at once.
     """
 
     def __init__(self, binding: Binding, state: TrainState, options: ManualOptions, check: bool, where: str) -> None:
@@ -174,6 +184,9 @@ class ManualBase:
         self.buffers = {} if state.grads is None else flatten(state.grads)
         self.toggled: int | None = None
         self.loss: Any = None
+        self.history: list[list[Any]] = []
+        self.entered = 0
+        self.rates: Rates | None = None
         self.trace: Trace
 
     def start(self, trace: Trace) -> None:
@@ -217,6 +230,8 @@ class ManualBase:
 
     def _publish(self) -> None:
         self.trace.params.update(self.nested(self.views))
+        if self.binding.raw:
+            self.binding.place_raw(self.trace)
         if self.binding.nnx is not None:
             self.binding.nnx.put_params(self.trace)
 
@@ -243,6 +258,7 @@ class ManualBase:
 
     def _enter(self, what: str) -> None:
         self.trace.require_own_level(what, "call it in the step itself")
+        self.binding.take_raw(self.trace)
         self.absorb()
 
     def _stepped(self, index: int) -> None:

@@ -7,10 +7,7 @@ Updates that happened before the call are known numbers then.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,26 +17,18 @@ from jaxlightning.compile import packing, precision
 from jaxlightning.compile.manual import finish_step
 from jaxlightning.compile.manual_base import ManualBase, OptimizerUpdate, check_loss, independent_loss
 from jaxlightning.compile.manual_events import ManualOptions
+from jaxlightning.compile.manual_replay import Replayer, ReplayRun, closure_value, replayer
 from jaxlightning.compile.manual_result import manual_outputs
 from jaxlightning.compile.manual_tape import probe
 from jaxlightning.compile.run_step import StepInfo, run_user_step, step_key
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import Scalars, Trace
-from jaxlightning.compile.writes import Snapshot, as_it_was
 from jaxlightning.optim import clip_gradients
 
 if TYPE_CHECKING:
     from jaxlightning.compile.binding import Binding
 
 __all__ = ["EagerRun", "eager_train_step"]
-
-
-class _ReachedError(BaseException):
-    """Ends a replay at the backward call that it is for; no `except Exception` of the user catches it."""
-
-    def __init__(self, loss: Any) -> None:
-        super().__init__("reached")
-        self.loss = loss
 
 
 class EagerRun(ManualBase):
@@ -61,11 +50,10 @@ class EagerRun(ManualBase):
         options: ManualOptions,
         check: bool,
         where: str,
-        replay: Callable[[ReplayRun], Any],
+        replay: Replayer,
     ) -> None:
         super().__init__(binding, state, options, check, where)
         self.replay = replay
-        self.history: list[list[Any]] = []  # the parameters after everything that changed them, in order
         self.backwards = 0
         self.gradients: dict[int, Any] = {
             leaf: self.buffers[self.paths[leaf]]
@@ -120,10 +108,13 @@ class EagerRun(ManualBase):
 
     def step(self, handle: Any, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         """`opt.step()`: runs the closure, then applies the optimizer to its gradients."""
+        self.entered += 1
+        number = self.entered
         result = None if closure is None else closure()
         self._enter(f"`{handle.name}.step()`")
         index = self._index(handle)
         self._cut("on_before_optimizer_step", index=index)
+        value = closure_value(self, index, number, closure)
         self._stepped(index)
         leaves = self.leaves_of(index)
         if index >= len(self.opt_states) or not any(leaf in self.gradients for leaf in leaves):
@@ -131,10 +122,10 @@ class EagerRun(ManualBase):
             return result
         self.plan.applied[index] = self.plan.applied.get(index, 0) + 1
         handle = self.binding.optimizers[index]
-        update = OptimizerUpdate(self, index, handle)
+        update = OptimizerUpdate(self, index, handle, value)
         grads = [self.gradients.get(leaf, jnp.zeros_like(self.raw[leaf])) for leaf in leaves]
         hyper = jnp.asarray(handle.host_hyper(), packing.float_dtype())
-        further = [hyper] + ([] if self.loss is None else [self.loss])
+        further = [hyper] + ([] if self.loss is None else [self.loss]) + ([] if value is None else list(value.consts))
         update.put(self, index, update(grads, update.kept(self, index), further))
         self.history.append(list(self.raw))
         self._show(leaves)
@@ -189,96 +180,6 @@ class EagerRun(ManualBase):
         return self._left(grads)
 
 
-class ReplayRun(ManualBase):
-    """A silent run of the step up to one backward call, on parameters with a small change.
-
-    Args:
-        original: The run to follow.
-        changes: What is added to each parameter, by number.
-        stop: The number of the backward call that ends it, from 1.
-    """
-
-    def __init__(self, original: EagerRun, changes: dict[int, Any], stop: int) -> None:
-        super().__init__(original.binding, original.state, original.options, False, original.where)
-        self.changes = changes
-        self.stop = stop
-        self._history: Iterator[list[Any]] = iter(list(original.history))
-        self._original = original
-        self._backwards = 0
-        self._show(self.owned)
-
-    def _show(self, leaves: Sequence[int]) -> None:
-        tracked = set(self._tracked(leaves))
-        for leaf in leaves:
-            changed = leaf in tracked and leaf in self.changes
-            self.views[leaf] = self.raw[leaf] + self.changes[leaf] if changed else self.raw[leaf]
-
-    def _assigned(self, changed: list[int], current: list[Any]) -> None:
-        self._follow()
-
-    def _follow(self) -> None:
-        """The parameters after the next thing that changed them in the original run."""
-        self.raw = list(next(self._history, self._original.raw))
-
-    def backward(self, loss: Any, gradient: Any = None) -> None:
-        """Ends the replay at its call; earlier ones have done their work already."""
-        self._enter("`manual_backward`")
-        self._cut("on_before_backward")
-        self._cut("backward")
-        self._backwards += 1
-        if self._backwards == self.stop:
-            raise _ReachedError(loss)
-        self._cut("on_after_backward")
-
-    def step(self, handle: Any, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        """Takes the parameters from the original run."""
-        result = None if closure is None else closure()
-        self._enter(f"`{handle.name}.step()`")
-        self._cut("on_before_optimizer_step")
-        self._stepped(self._index(handle))
-        self._follow()
-        self._show(list(range(len(self.raw))))
-        self._publish()
-        return result
-
-    def _cut(self, hook: str) -> None:
-        if hook in self.options.hooks:
-            self._follow()
-            self._show(list(range(len(self.raw))))
-            self._publish()
-
-    def zero_grad(self, handle: Any) -> None:
-        """Changes no parameter."""
-        self._enter(f"`{handle.name}.zero_grad()`")
-
-    def clip(self, handle: Any, value: Any, algorithm: str) -> None:
-        """Changes no parameter."""
-        self._enter("`self.clip_gradients(...)`")
-
-    def scheduler_step(self, scheduler: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Happened in the original run."""
-
-
-@contextlib.contextmanager
-def _unseen(binding: Binding, start: list[Snapshot]) -> Iterator[None]:
-    """The module as it was at the start of the step, and afterwards as it is now; nothing is printed meanwhile."""
-    names = [(owner, name) for owner in binding.owners.values() for name in owner.__dict__.get("_nnx_attributes", ())]
-    bound = [(owner, name, owner.__dict__.get(name)) for owner, name in names]
-    nnx = None if binding.nnx is None else (binding.nnx._merged, getattr(binding.nnx, "_bound_graphdef", None))
-    breakpoint_hook = sys.breakpointhook
-    sys.breakpointhook = lambda *_, **__: None
-    try:
-        with as_it_was(start), contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        sys.breakpointhook = breakpoint_hook
-        for owner, name, value in bound:
-            if value is not None:
-                owner.__dict__[name] = value
-        if binding.nnx is not None and nnx is not None:
-            binding.nnx._merged, binding.nnx._bound_graphdef = nnx
-
-
 def eager_train_step(
     binding: Binding,
     table: packing.SlotTable,
@@ -296,26 +197,7 @@ def eager_train_step(
     where = f"{type(binding.module).__name__}.training_step"
     batch = binding.precision.convert_input(batch)
     key = step_key(seed, scalars.micro_step, "train")
-    base = (scalars.micro_step, scalars.batch_idx, scalars.current_epoch, scalars.global_step)
-    start = [Snapshot(owner, prefix) for prefix, owner in binding.owners.items()]
-
-    def replay(run: ReplayRun) -> Any:
-        trace = Trace(
-            kind="train", key=key, scalars=Scalars.of(base), params={}, variables=dict(state.variables),
-            silent=True, manual=run,
-        )  # fmt: skip
-        run.start(trace)
-        with _unseen(binding, start):
-            try:
-                run_user_step(binding, trace, batch, None, strict=False)
-            except _ReachedError as reached:
-                return reached.loss
-        raise RuntimeError(
-            f"`{where}` did not come to the same `manual_backward` when it was run again for the gradient. With "
-            "`jit=False` a step must do the same thing twice: it may not depend on a generator of the host or on state "
-            "outside the module that it changes."
-        )
-
+    replay = replayer(binding, state, batch, scalars, key, where)
     run = EagerRun(binding, state, options.manual, options.check_finite, where, replay)
     trace = Trace(
         kind="train", key=key, scalars=scalars, params={}, variables=dict(state.variables), attributes=attributes,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.manual_events import LEADING_FLOATS, ManualOptions, ManualPlan, RetraceManualError
+from jaxlightning.compile.manual_schedulers import foreseen
 from jaxlightning.compile.paths import flatten, select
 from jaxlightning.compile.trace import current_trace
 from jaxlightning.optim import clip_gradients, find_ownership, parse_optimizers
@@ -44,13 +45,14 @@ class ManualSteps:
         self.on_step: Callable[[int], None] | None = None
         self._dropped: frozenset[int] = frozenset()
         self._snapshots = 0
+        self._schedulers = False
         self._checked: set[str] | None = None
         self._provisional: Any = None
 
     def reset(self) -> None:
         """Forgets gradients and findings: a run with other optimizers begins."""
         self.live = self._dropped = frozenset()
-        self._snapshots = 0
+        self._snapshots, self._schedulers = 0, False
         self._checked = None
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ class ManualSteps:
         """
         engine = self.engine
         while True:
-            options = ManualOptions(self.live, self._snapshots, self.hooks)
+            options = ManualOptions(self.live, self._snapshots, self.hooks, self._schedulers)
             try:
                 out = engine._train(
                     (False, True, True, None, want_outputs, options), batch, batch_idx, current_epoch, global_step,
@@ -94,8 +96,8 @@ class ManualSteps:
         self.live, self._dropped = plan.live, plan.dropped
         for index, count in plan.applied.items():
             engine.binding.optimizers[index].record_update(count)
-        for scheduler in plan.schedulers if engine.jit else ():
-            scheduler.step()
+        for step in plan.schedulers:
+            step.apply(None)
         return out
 
     def _learn(self, more: RetraceManualError) -> None:
@@ -106,12 +108,13 @@ class ManualSteps:
                 raise RuntimeError(f"The gradients of {names} were needed after they were let go.")
             self.engine.ensure_manual_buffers(more.buffers)
         self._snapshots = max(self._snapshots, more.snapshots)
+        self._schedulers = self._schedulers or more.schedulers
 
     def padded(self, hyper: tuple[float, ...], options: ManualOptions) -> tuple[float, ...]:
         """Float inputs with room for the hyper-parameters after each of the schedulers' steps."""
         return hyper + hyper[LEADING_FLOATS:] * options.snapshots
 
-    def set_floats(self, plan: ManualPlan | None, hyper: tuple[float, ...]) -> None:
+    def set_floats(self, plan: ManualPlan | None, hyper: tuple[float, ...], env: Any) -> None:
         """Sets the float inputs of a step in which a scheduler steps before an optimizer does.
 
         The schedulers step for good when the step has run; here they are asked what they will set.
@@ -119,27 +122,20 @@ class ManualSteps:
         Args:
             plan: What the step does; None before an eager step has run.
             hyper: Its float inputs, from `padded`.
+            env: The numbers of the host in the step.
         """
         if plan is None or not plan.snapshots or not self.engine.jit:
             return
         handles = self.engine.binding.optimizers
-        coming = plan.schedulers[: plan.snapshots]
-        states = [(scheduler, copy.deepcopy(scheduler.state_dict())) for scheduler in dict.fromkeys(coming)]
-        groups = [(group, dict(group)) for handle in handles for group in handle.param_groups]
         width = sum(len(handle.host_hyper()) for handle in handles)
         values = list(hyper)
-        try:
-            for number, scheduler in enumerate(coming, 1):
-                scheduler.step()
+        if env is None:
+            env = HostEnvironment({})
+        coming = [step for step in plan.schedulers if not step.waits][: plan.snapshots]
+        with foreseen(handles, coming, env) as doing:
+            for number, _ in enumerate(doing, 1):
                 start = LEADING_FLOATS + number * width
                 values[start : start + width] = [v for handle in handles for v in handle.host_hyper()]
-        finally:
-            for scheduler, state in states:
-                scheduler.load_state_dict(state)
-            for group, before in groups:
-                for key, value in before.items():
-                    if key != "params" and group[key] != value:
-                        group[key] = value
         self.engine._set_floats(tuple(values))
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -222,7 +218,7 @@ class ManualSteps:
             for handle in setup.optimizers:
                 handle.bind(**self.words(handle))
             for config in setup.schedulers:
-                config.scheduler.__dict__["step"] = lambda *_, **__: None
+                config.scheduler.__dict__["step"] = lambda *_, **__: None  # for this creation only
             self._provisional = setup
         return self._provisional
 

@@ -22,11 +22,13 @@ __all__ = [
     "Cut",
     "Event",
     "Forget",
+    "HostCall",
     "Keep",
     "ManualOptions",
     "ManualPlan",
     "Read",
     "RetraceManualError",
+    "ScheduledStep",
     "Update",
     "aval_of",
     "emit",
@@ -46,11 +48,29 @@ class ManualOptions:
         live: Optimizers (by number) that hold gradients of earlier steps when this one begins.
         snapshots: How often hyper-parameters are read anew because a scheduler steps before an optimizer does.
         hooks: Overridden hooks that run on the host between the segments of the step.
+        schedulers: Whether schedulers step on the host between segments too, because one of them takes a value of the
+            step and what it sets is used in the same step.
     """
 
     live: frozenset[int] = frozenset()
     snapshots: int = 0
     hooks: frozenset[str] = frozenset()
+    schedulers: bool = False
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """Something that a step does to learning rates and their like, on the host.
+
+    Attributes:
+        apply: Does it; called with the numbers of the host in that step.
+        scheduler: Which scheduler steps, None for a value that is set in a parameter group.
+        waits: Whether it takes a value of the step, so that nobody can tell beforehand what it will do.
+    """
+
+    apply: Callable[[Any], None]
+    scheduler: Any = None
+    waits: bool = False
 
 
 @dataclass
@@ -60,16 +80,16 @@ class ManualPlan:
     Attributes:
         steps: The optimizers that step, by number, in order.
         applied: For each optimizer how many of its steps had a gradient and changed something.
-        schedulers: The schedulers that step, in order.
+        schedulers: What is done to learning rates on the host, in order.
         live: Optimizers that hold gradients when the step ends.
         dropped: Those whose gradients nobody will read, because every step begins by forgetting them.
-        snapshots: How many of the schedulers' first steps come before a step of an optimizer.
+        snapshots: How many of the first of them come before a step of an optimizer.
         cut: Whether hooks run on the host in the middle of the step.
     """
 
     steps: list[int] = field(default_factory=list)
     applied: dict[int, int] = field(default_factory=dict)
-    schedulers: list[Any] = field(default_factory=list)
+    schedulers: list[ScheduledStep] = field(default_factory=list)
     live: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
     snapshots: int = 0
@@ -82,12 +102,14 @@ class RetraceManualError(Exception):
     Attributes:
         buffers: Optimizers whose gradients have to live across steps.
         snapshots: Sets of hyper-parameters that the step needs beside the first.
+        schedulers: Whether schedulers have to step on the host in the middle of the step.
     """
 
-    def __init__(self, *, buffers: frozenset[int] = frozenset(), snapshots: int = 0) -> None:
+    def __init__(self, *, buffers: frozenset[int] = frozenset(), snapshots: int = 0, schedulers: bool = False) -> None:
         super().__init__("the manual step has to be traced again")
         self.buffers = buffers
         self.snapshots = snapshots
+        self.schedulers = schedulers
 
 
 @dataclass(eq=False)
@@ -206,6 +228,17 @@ class Cut(Event):
     treedef: Any
     paths: list[str]
     present: list[bool] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class HostCall(Event):
+    """Something that happens on the host in the middle of the step.
+
+    Attributes:
+        call: From the concrete operands to the results, numpy arrays.
+    """
+
+    call: Callable[[Sequence[Any]], Sequence[Any]]
 
 
 event_p = Primitive("manual_event")

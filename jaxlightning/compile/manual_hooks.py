@@ -1,4 +1,4 @@
-"""Hooks in the middle of a manual step: the step is cut into compiled segments, and the hooks run on the host between.
+"""The host in the middle of a manual step: it is cut into compiled segments, and hooks and schedulers run between them.
 
 Nobody pays for it whose hooks are not overridden: then a manual step is one compiled call.
 """
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.extend.core import Literal
 
-from jaxlightning.compile.manual_events import Cut, event_p
+from jaxlightning.compile.manual_events import Cut, HostCall, event_p
+from jaxlightning.compile.manual_replay import set_aside
 from jaxlightning.compile.manual_tape import function_of
 from jaxlightning.compile.paths import flatten, merge, unflatten
 from jaxlightning.compile.trace import outside_of_traces
@@ -78,18 +79,8 @@ def run_hook(engine: EngineSteps, hook: str, state: HookState, index: int | None
 @contextmanager
 def undisturbed(binding: Binding) -> Iterator[None]:
     """Lets a hook that an eager step calls see the module as outside of a step."""
-    worn = [(owner, type(owner), owner.__dict__.pop("_tracer", None)) for owner in binding.owners.values()]
-    for owner, kind, tracer in worn:
-        if tracer is not None:
-            object.__setattr__(owner, "__class__", kind.__mro__[1])
-    try:
-        with outside_of_traces():
-            yield
-    finally:
-        for owner, kind, tracer in worn:
-            if tracer is not None:
-                object.__setattr__(owner, "__class__", kind)
-                owner.__dict__["_tracer"] = tracer
+    with set_aside(binding), outside_of_traces():
+        yield
 
 
 class SegmentedStep:
@@ -161,8 +152,12 @@ class SegmentedStep:
         return jax.tree_util.tree_unflatten(self._out, values)
 
     def _cut(self, equation: Any, env: dict[Any, Any]) -> None:
-        event: Cut = equation.params["event"]
+        event: Cut | HostCall = equation.params["event"]
         operands = [v.val if isinstance(v, Literal) else env[v] for v in equation.invars]
+        if isinstance(event, HostCall):
+            results = [self._engine.strategy.put(value) for value in event.call(operands)]
+            env.update(zip(equation.outvars, results, strict=True))
+            return
         loss = operands.pop() if event.has_loss else None
         count = event.gradients
         params, variables, opt_states = jax.tree_util.tree_unflatten(event.treedef, operands[count:])

@@ -26,6 +26,7 @@ from jaxlightning.compile.manual_events import (
     Cut,
     Event,
     Forget,
+    HostCall,
     Keep,
     Read,
     RetraceManualError,
@@ -244,6 +245,8 @@ class _Tape:
             return _update(event, operands)
         if isinstance(event, Cut):
             return _cut(event, operands)
+        if isinstance(event, HostCall):
+            return emit(event, *operands)
         if isinstance(event, Keep):
             return _keep(event, operands)
         raise TypeError(f"An unknown event: {event!r}.")

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlightning.compile.batch import host_leaf_of
+
 __all__ = ["OutputTree", "is_array"]
 
 
@@ -25,12 +27,11 @@ class OutputTree:
         arrays, self.arrays = self.arrays, ()
         return arrays
 
-    def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """The user's return value with concrete arrays."""
+    def rebuild(self, arrays: Sequence[Any], batch: Sequence[Any] | None = None) -> Any:
+        """The user's return value with concrete arrays, and the leaves of a batch that stayed on the host."""
         given = iter(arrays)
-        leaves = [
-            next(given) if is_array else static for is_array, static in zip(self._is_array, self._static, strict=True)
-        ]
+        pairs = zip(self._is_array, self._static, strict=True)
+        leaves = [next(given) if is_array else host_leaf_of(static, batch) for is_array, static in pairs]
         return jax.tree_util.tree_unflatten(self._treedef, leaves)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxlightning.compile.batch import HostLeaf
 from jaxlightning.compile.replay import Replay
 from jaxlightning.compile.trace import RetraceError
 from jaxlightning.compile.user_code import user_line
@@ -269,7 +270,7 @@ class RecordedSet(_Recorded, set[Any]):
         self._new.discard(plain_key(item))
 
     def __contains__(self, item: Any) -> bool:
-        key = plain_key(item)
+        key = plain_key(item, asks=True)
         if key in self._new:
             return True
         place = self._place
@@ -311,7 +312,7 @@ class RecordedDict(_Recorded, dict[Any, Any]):
         return self
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        key = plain_key(key)
+        key = plain_key(key, asks=True)
         if key in self._new:
             return self._new[key]
         place, fresh = self._place, type(default) in _STAND_INS and not default
@@ -321,7 +322,7 @@ class RecordedDict(_Recorded, dict[Any, Any]):
         return stand_in(default, place.below(key))
 
     def __getitem__(self, key: Any) -> Any:
-        key = plain_key(key)
+        key = plain_key(key, asks=True)
         if key in self._new:
             return self._new[key]
         made = None if self._factory is None else self._factory()
@@ -336,7 +337,7 @@ class RecordedDict(_Recorded, dict[Any, Any]):
         raise self._place.contents()
 
     def __contains__(self, key: Any) -> bool:
-        key = plain_key(key)
+        key = plain_key(key, asks=True)
         if key in self._new:
             return True
         place = self._place
@@ -383,12 +384,14 @@ def _nested(place: Place, key: Any) -> Any:
     return _STAND_INS[kind](item, below)
 
 
-def plain_key(key: Any) -> Any:
+def plain_key(key: Any, asks: bool = False) -> Any:
     """A key without traced parts: a number of the host is looked at, which decides the variant.
 
     Raises:
         TypeError: If the key is an array of the step.
     """
+    if isinstance(key, HostLeaf) and asks:
+        key._refuse()
     if isinstance(key, jax.core.Tracer):
         raise TypeError(f"A key of a dict or set must be known on the host; it is {key} of the compiled step.")
     if isinstance(key, jax.Array):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxlightning.compile.batch import HostLeaf, host_leaf_of
 from jaxlightning.compile.containers import Skeleton, map_items, rebuild, take_apart
 from jaxlightning.compile.host_proxy import HostNumber
 from jaxlightning.compile.host_values import Expression, HostEnvironment
@@ -73,7 +74,11 @@ class HostEffects:
         return arrays
 
     def __call__(
-        self, arrays: Sequence[Any], env: HostEnvironment | None, real_rows: Callable[[Any], Any] = tuple
+        self,
+        arrays: Sequence[Any],
+        env: HostEnvironment | None,
+        real_rows: Callable[[Any], Any] = tuple,
+        leaves: Sequence[Any] | None = None,
     ) -> None:
         """Applies the effects of one step.
 
@@ -81,20 +86,23 @@ class HostEffects:
             arrays: What the compiled step returned for them.
             env: Numbers of the host in the step.
             real_rows: Takes rows of padding off arrays of the batch.
+            leaves: Leaves of the batch, where some of them stay on the host.
         """
         start = 0
         for skeleton, count, numbers, replay in self._entries:
             part = arrays[start : start + count]
             start += count
             value = rebuild(skeleton, iter(part if replay.state else real_rows(part)))
-            replay.apply(map_items(value, lambda item: _evaluated(item, env)) if numbers else value)
+            replay.apply(map_items(value, lambda item: _evaluated(item, env, leaves)) if numbers else value)
 
 
 def _without_numbers(value: Any) -> tuple[Any, bool]:
-    """A value whose host numbers stay on the host, and whether it has any: they need not leave the step as arrays."""
+    """A value whose host numbers stay on the host, and whether it has any or leaves of the batch that stay there."""
     found: list[Any] = []
 
     def replace(item: Any) -> Any:
+        if type(item) is HostLeaf:
+            found.append(item)
         if type(item) is not HostNumber:
             return item
         found.append(item)
@@ -104,5 +112,7 @@ def _without_numbers(value: Any) -> tuple[Any, bool]:
     return map_items(value, replace), bool(found)
 
 
-def _evaluated(item: Any, env: HostEnvironment | None) -> Any:
-    return item.expression.evaluate(env) if type(item) is _Number and env is not None else item
+def _evaluated(item: Any, env: HostEnvironment | None, leaves: Sequence[Any] | None) -> Any:
+    if type(item) is _Number and env is not None:
+        return item.expression.evaluate(env)
+    return host_leaf_of(item, leaves)

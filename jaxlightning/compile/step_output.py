@@ -20,18 +20,21 @@ class StepOutput:
         manual: What a step with manual optimization did to optimizers and schedulers, None in automatic optimization.
     """
 
-    __slots__ = ("_arrays", "_tree", "manual", "plan", "skipped", "states", "values")
+    __slots__ = ("_arrays", "_leaves", "_tree", "manual", "plan", "skipped", "states", "values")
 
-    def __init__(self, plan: LogPlan, values: Any, states: Any, skipped: bool, tree: Any, arrays: Any) -> None:
+    def __init__(
+        self, plan: LogPlan, values: Any, states: Any, skipped: bool, tree: Any, arrays: Any, leaves: Any = None
+    ) -> None:
         self.plan = plan
         self.values = values
         self.states = states
         self.skipped = skipped
         self._tree = tree
         self._arrays = arrays
+        self._leaves = leaves  # of the batch, where some of them stay on the host
         self.manual: Any = None
 
     @property
     def outputs(self) -> Any:
         """The user's return value with device arrays (training: `{"loss": loss/N, ...}`), None when not asked for."""
-        return None if self._tree is None else self._tree.rebuild(self._arrays)
+        return None if self._tree is None else self._tree.rebuild(self._arrays, self._leaves)

@@ -116,6 +116,7 @@ class Trace:
         created: Names of networks whose variables this run made or extended.
         init_seed: Traced seed from which keys of new variables derive.
         logs: Calls of `self.log`, in order.
+        unseen_logs: What a silent run has logged, for steps that read it back from the trainer.
         silent: Whether effects are dropped (a second run for gradients, or a run for creation).
         stage_read: Whether the step asked the trainer for its stage.
         manual: What the words of manual optimization act on (a `ManualRun` or an `EagerRun`), None in other steps.
@@ -126,6 +127,7 @@ class Trace:
         numbers: Numbers on the module that the step reads and writes; None where they are plain attributes.
         view: What `self.trainer` is for the user's code; None for the trainer itself.
         host: Guards of this variant; None where nothing is compiled.
+        raw: Parameters of the module's own (`register_parameter`) as the step sees them, by path.
         written: `{network: params}` of networks whose parameters the step assigned.
         asked: Networks whose parameters the step asked for while there were none.
         differentiated: Whether the run is differentiated with respect to `params`.
@@ -144,6 +146,7 @@ class Trace:
     created: set[str] = field(default_factory=set)
     init_seed: Any = None
     logs: list[LogEntry] = field(default_factory=list)
+    unseen_logs: dict[str, Any] = field(default_factory=dict)
     silent: bool = False
     level: Any = None
     manual: Any = None
@@ -159,6 +162,7 @@ class Trace:
     numbers: HostAttributes | None = None
     view: Any = None
     host: HostInputs | None = None
+    raw: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     differentiated: bool = False

@@ -193,7 +193,7 @@ class Variants:
         recipe = _Recipe(
             kind="train",
             key=key,
-            build=lambda info: train_function(engine, options, table, joiner(batch, treedef, positions), info),
+            build=lambda info: train_function(engine, options, table, joiner(engine, batch, treedef, positions), info),
             args=lambda: (engine.leaves, arrays, ints, engine.floats),
             table=table,
             env=env,
@@ -222,7 +222,9 @@ class Variants:
         recipe = _Recipe(
             kind="train_fused",
             key=key,
-            build=lambda info: fused_function(engine, options, table, joiner(None, treedef, None), unroll, info),
+            build=lambda info: fused_function(
+                engine, options, table, joiner(engine, None, treedef, None), unroll, info
+            ),
             args=lambda: (engine.leaves, stacked, ints, engine.floats),
             table=table,
             treedef=treedef,
@@ -254,7 +256,9 @@ class Variants:
         recipe = _Recipe(
             kind=options.stage,
             key=lambda: ("eval", options, *shape()),
-            build=lambda info: evaluation_function(engine, options, table, joiner(batch, treedef, positions), info),
+            build=lambda info: evaluation_function(
+                engine, options, table, joiner(engine, batch, treedef, positions), info
+            ),
             args=lambda: (engine.evaluation_leaves(), engine.evaluation_accumulators(asked.stage), arrays, ints),
             table=table,
             env=env,
@@ -323,7 +327,8 @@ class Variants:
             if self.checks:
                 raise NotImplementedError(
                     "`Trainer(checkify=...)` does not work with hooks inside a manually optimized step "
-                    "(on_before_backward, on_after_backward, on_before_optimizer_step). Take one of them out."
+                    "(on_before_backward, on_after_backward, on_before_optimizer_step), nor with a scheduler that "
+                    "takes a value of the step. Take one of them out."
                 )
             lowered, compiled = None, SegmentedStep(traced, engine, example, recipe.batch)
         else:

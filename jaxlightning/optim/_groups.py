@@ -155,8 +155,8 @@ class ParamGroup(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         listen = listener()
-        if listen is not None:
-            listen(self, key, value, None)
+        if listen is not None and listen(self, key, value, None):
+            return  # it is set when the step has run
         super().__setitem__(key, self._on_change(self, key, value))
 
     def update(self, *args: Any, **kwargs: Any) -> None:

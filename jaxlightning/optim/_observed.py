@@ -15,7 +15,10 @@ from typing import Any
 __all__ = ["Listener", "listener", "listening"]
 
 Listener = Callable[[Any, str, Any, "Callable[[], Any] | None"], Any]
-"""Called with the object, what is read, its value and a function that reads it again; None in its place: a write."""
+"""Called with the object, what is read, its value and a function that reads it again; gives what the reader sees.
+
+None in place of the function: a write. It gives true when the value is set later, when the step has run.
+"""
 
 _active = threading.local()
 

@@ -17,7 +17,8 @@ class LBFGS(Optimizer):
 
     Directions are optax's (`optax.scale_by_lbfgs`), and so is the line search, which fulfils the same conditions as
     torch's `"strong_wolfe"` but may choose other lengths. Without a line search the iterates are torch's, except that
-    torch leaves out a pair of differences whose curvature is below 1e-10. Use it with automatic optimization.
+    torch leaves out a pair of differences whose curvature is below 1e-10. In manual optimization call
+    `opt.step(closure)`: logs and appends of the closure happen at its first evaluation only.
 
     Args:
         params: What it owns, without parameter groups.
@@ -90,7 +91,7 @@ class LBFGS(Optimizer):
         """
         if "value" not in extra or "value_fn" not in extra:
             raise MisconfigurationException(
-                "LBFGS evaluates the loss several times per update, so it needs `value` and `value_fn`, which only "
-                "automatic optimization without a split step can give."
+                "LBFGS evaluates the loss several times per update, so it needs `value` and `value_fn`. Automatic "
+                "optimization without a split step gives them, and `opt.step(closure)` in manual optimization."
             )
         return super().update(grads, opt_state, params, hyper, **extra)
