@@ -93,7 +93,7 @@ def join(treedef: Any, arrays: Any, positions: tuple[int, ...] | None, paths: li
     )
 
 
-def joined(treedef: Any, arrays: Any, positions: tuple[int, ...], others: Sequence[Any]) -> Any:
+def joined(treedef: Any, arrays: Any, positions: Sequence[int], others: Sequence[Any]) -> Any:
     """A batch of arrays at their places and of something else at the others."""
     leaves = list(others)
     for position, array in zip(positions, arrays, strict=True):

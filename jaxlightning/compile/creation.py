@@ -111,8 +111,6 @@ def _creator(
     """A pure function that makes missing variables, its further arguments, and the set it fills with network names."""
     leaves, treedef = jax.tree_util.tree_flatten(batch)
     arrays, positions = batches.split(leaves)
-    paths = batches.leaf_paths(batch)
-    kinds = [type(leaf).__name__ for leaf in leaves]
     created: set[str] = set()
     ints = np.array(
         [engine.seed32, scalars.micro_step, scalars.batch_idx, scalars.current_epoch, scalars.global_step], np.int32
@@ -131,7 +129,8 @@ def _creator(
             attributes=TracedAttributes(engine.tree.attributes, engine) if engine.jit else None,
             init_seed=jax.numpy.asarray(seed).astype(jax.numpy.uint32),
         )
-        joined = batches.join(treedef, arrays, positions, paths, kinds)
+        # Leaves that stay on the host are there: nothing of this run stays but the variables.
+        joined = batches.joined(treedef, arrays, range(len(leaves)) if positions is None else positions, leaves)
         run_user_step(engine.binding, trace, joined, None, strict=False, forward=forward)
         for path in trace.asked:
             if path not in trace.params:  # a copy that the step does not call, of a network that it called later

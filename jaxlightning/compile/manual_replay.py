@@ -24,7 +24,6 @@ from jaxlightning.compile.run_step import StepInfo, run_user_step
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.writes import Snapshot, as_it_was
-from jaxlightning.optim._observed import listening
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
@@ -264,11 +263,6 @@ def _unseen(binding: Binding, start: list[Snapshot]) -> Iterator[None]:
             binding.nnx._merged, binding.nnx._bound_graphdef = nnx
 
 
-def _unheard(_owner: Any, _name: str, value: Any, read: Any) -> Any:
-    """Parameter groups were set by the run that counts."""
-    return value if read is not None else True
-
-
 def replayer(
     binding: Binding,
     state: TrainState,
@@ -302,8 +296,7 @@ def replayer(
             numbers=None if host is None else HostAttributes(host, silent=True),
         )  # fmt: skip
         run.start(trace)
-        hearing = contextlib.nullcontext() if host is not None else listening(_unheard)
-        with _unseen(binding, start), hearing:
+        with _unseen(binding, start):
             try:
                 # What it reads was read by the run that counts; here it only has to mean the same.
                 run_user_step(binding, trace, batch, None if host is None else StepInfo(), strict=False)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlightning.compile.containers import map_items
 from jaxlightning.compile.host_proxy import HostNumber
 from jaxlightning.compile.host_values import Expression
 from jaxlightning.compile.manual_events import (
@@ -139,25 +140,28 @@ class Rates:
         if run.options.schedulers:
             arrays = [jnp.asarray(value) for value in given.detach()]
 
-            def call(values: Sequence[Any]) -> None:
-                args, kwargs = given.rebuild(values)
-                type(scheduler).step(scheduler, *args, **kwargs)
+            def now(values: Sequence[Any]) -> None:
+                positional, named = given.rebuild(values)
+                type(scheduler).step(scheduler, *positional, **named)
 
-            self._between(arrays, call)
+            self._between(arrays, now)
             return
         if not given.arrays:
             self._add(ScheduledStep(lambda _: type(scheduler).step(scheduler, *args, **kwargs), scheduler))
             return
+        call = (tuple(args), dict(kwargs))
         delivered: list[Any] = []
-        run.trace.replays.append(
-            Replay(f"{name} ({user_line()})", (tuple(args), dict(kwargs)), delivered.append, state=True)
-        )
+        run.trace.replays.append(Replay(f"{name} ({user_line()})", call, delivered.append, state=True))
+        waits = not all(isinstance(value, HostNumber) for value in given.arrays)
 
-        def step(_: Any) -> None:
-            args, kwargs = delivered.pop()
-            type(scheduler).step(scheduler, *args, **kwargs)
+        def step(env: Any) -> None:
+            # Foreseen with the numbers of the step; done for good with what was found when the step ended.
+            positional, named = delivered.pop() if env is None else map_items(call, lambda item: _known(item, env))
+            type(scheduler).step(scheduler, *positional, **named)
 
-        self._add(ScheduledStep(step, scheduler, waits=True))
+        self._add(ScheduledStep(step, scheduler, waits=waits))
+        if not waits:
+            return
         handles, owner = run.binding.optimizers, getattr(scheduler, "optimizer", None)
         touched = {index for index, handle in enumerate(handles) if owner in (handle, handle.optimizer)}
         self._waiting |= touched or set(range(len(handles)))
@@ -253,3 +257,7 @@ class Rates:
                 for i, item in enumerate(now)
             ]
         return numbers.inputs._given(Expression(where, after), now)
+
+
+def _known(item: Any, env: Any) -> Any:
+    return item._expression.evaluate(env) if isinstance(item, HostNumber) else item

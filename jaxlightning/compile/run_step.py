@@ -98,6 +98,11 @@ def arguments(function: Callable[..., Any], batch: Any, scalars: Scalars) -> tup
     return args, kwargs
 
 
+def _unheard(_owner: Any, _name: str, value: Any, read: Any) -> Any:
+    """Lets a silent run read learning rates and set none: that is done by the run that counts."""
+    return value if read is not None else True
+
+
 def run_user_step(
     binding: Binding, trace: Trace, batch: Any, info: StepInfo | None, *, strict: bool, forward: bool = False
 ) -> Any:
@@ -136,7 +141,11 @@ def run_user_step(
     numbers, trainer = trace.numbers, module.__dict__.get("_trainer")
     if numbers is not None and trainer is not None and info is not None:
         trace.view = TrainerView(trainer, module, numbers, info.reads)
-    hearing = nullcontext() if numbers is None else listening(numbers.hear)
+    hearing: AbstractContextManager[None] = nullcontext()
+    if numbers is not None:
+        hearing = listening(numbers.hear)
+    elif trace.silent or trace.creating:
+        hearing = listening(_unheard)
     standing = nullcontext() if trace.attributes is None else trace.attributes.standing(owners, take=not trace.silent)
     schedulers = recording_schedulers(binding, trace)
     python: AbstractContextManager[None] = nullcontext()

@@ -432,21 +432,6 @@ def test_backward_belongs_into_the_training_step() -> None:
         trainer.validate(module, pl.ArrayLoader(REAL, batch_size=4), verbose=False)
 
 
-def test_a_scheduler_with_a_metric_is_stepped_in_a_hook() -> None:
-    class Plateau(Pair):
-        def training_step(self, batch: Any, batch_idx: Any) -> None:
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            self.lr_schedulers().step(loss)
-
-        def configure_optimizers(self) -> Any:
-            sgd = pl.optim.SGD(self.parameters(), lr=0.1)
-            return [sgd], [pl.optim.lr_scheduler.ReduceLROnPlateau(sgd)]
-
-    with pytest.raises(MisconfigurationException, match="on_train_epoch_end"):
-        fit(Plateau())
-
-
 def test_backward_inside_a_transform_is_refused() -> None:
     def body(self: Any, batch: Any, batch_idx: Any) -> None:
         def inner(x: Any) -> Any:
