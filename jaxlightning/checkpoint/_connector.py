@@ -118,11 +118,6 @@ class CheckpointConnector:
         begun = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0  # a second `fit` goes on from memory
         if not trainer.auto_resume or trainer.fast_dev_run or begun:
             return None
-        if is_remote(trainer.default_root_dir):
-            raise MisconfigurationException(
-                f"`Trainer(auto_resume=True)` looks for checkpoints below `default_root_dir`, which is on another file "
-                f"system here ({trainer.default_root_dir!r}). Use a local directory, or pass `fit(ckpt_path='last')`."
-            )
         self._opened = open_newest(trainer.default_root_dir, clean=trainer.is_global_zero)
         if self._opened is None:
             rank_zero_info("`Trainer(auto_resume=True)` found no checkpoint in %s.", trainer.default_root_dir)

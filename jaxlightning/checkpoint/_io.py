@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -179,7 +178,7 @@ def commit(payload: Payload, target: str | os.PathLike[str], options: dict[str, 
         OSError: Writing failed; nothing is left under the final name that was not there before.
     """
     if _layout.is_remote(target):
-        with tempfile.TemporaryDirectory(prefix="jaxlightning-") as folder:
+        with _remote.preparing() as folder:
             commit(payload, Path(folder, "checkpoint"))
             _remote.send(Path(folder, "checkpoint"), target, options)
         return

@@ -25,7 +25,7 @@ COMMIT_FILE = "_CHECKPOINT_METADATA"
 METADATA_ITEM = "metadata"
 METADATA_FILE = "metadata.json"
 
-_STAGED = re.compile(r"\.saving-[0-9a-f]{8}$")
+STAGED = re.compile(r"\.saving-[0-9a-f]{8}$")
 _REPLACED = re.compile(r"\.replaced-[0-9a-f]{8}$")
 _ORBAX_TEMPORARY = re.compile(r"\.orbax-checkpoint-tmp(-\d+)?$")
 _MAX_METADATA_BYTES = 1 << 30
@@ -39,7 +39,12 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 def staging_path(target: Path) -> Path:
     """Return a fresh name beside ``target`` to write to."""
-    return target.with_name(f"{target.name}.saving-{uuid.uuid4().hex[:8]}")
+    return target.with_name(staging_name(target.name))
+
+
+def staging_name(name: str) -> str:
+    """Return a fresh name that `STAGED` knows."""
+    return f"{name}.saving-{uuid.uuid4().hex[:8]}"
 
 
 def make_durable(directory: Path) -> None:
@@ -167,7 +172,7 @@ def clean_up(directory: Path) -> list[Path]:
             else:
                 shutil.rmtree(entry, ignore_errors=True)
             touched.append(entry)
-        elif _STAGED.search(entry.name) or _ORBAX_TEMPORARY.search(entry.name):
+        elif STAGED.search(entry.name) or _ORBAX_TEMPORARY.search(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
             touched.append(entry)
     return touched
@@ -198,7 +203,7 @@ def verify(path: Path) -> None:
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if not path.is_dir():
         raise NotACheckpointError(_what_the_file_is(path))
-    if _STAGED.search(path.name) or _ORBAX_TEMPORARY.search(path.name):
+    if STAGED.search(path.name) or _ORBAX_TEMPORARY.search(path.name):
         raise IncompleteCheckpointError(f"{path} is a checkpoint whose saving was interrupted; it cannot be loaded.")
     root = path.resolve()
     for entry in _walk(root):

@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import posixpath
 import shutil
+import sys
 import tempfile
-import uuid
 import weakref
 from pathlib import Path
 from typing import Any
 
 from jaxlightning.checkpoint import _layout
-from jaxlightning.checkpoint._errors import IncompleteCheckpointError, NotACheckpointError
+from jaxlightning.checkpoint._errors import CheckpointError, IncompleteCheckpointError, NotACheckpointError
 from jaxlightning.utilities.rank_zero import rank_zero_warn
+
+_PREFIX = "jaxlightning-"
 
 
 def file_system(path: str | os.PathLike[str], options: dict[str, Any] | None = None) -> tuple[Any, str]:
@@ -54,6 +56,11 @@ def normalized(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).rstrip("/")
 
 
+def preparing() -> tempfile.TemporaryDirectory[str]:
+    """Return a local directory for what is going to be sent; one that a killed process left can be told by its name."""
+    return tempfile.TemporaryDirectory(prefix=_temporary_prefix())
+
+
 def send(local: Path, target: str | os.PathLike[str], options: dict[str, Any] | None = None) -> None:
     """Send a complete local checkpoint; one that has the name is replaced only when all of the new one is there.
 
@@ -63,7 +70,7 @@ def send(local: Path, target: str | os.PathLike[str], options: dict[str, Any] | 
         options: For the file system.
     """
     fs, final = file_system(target, options)
-    staged = f"{final}.saving-{uuid.uuid4().hex[:8]}"
+    staged = _layout.staging_name(final)
     replaces = fs.exists(final)
     place = staged if replaces else final
     try:
@@ -72,13 +79,8 @@ def send(local: Path, target: str | os.PathLike[str], options: dict[str, Any] | 
             fs.makedirs(posixpath.dirname(remote), exist_ok=True)
             fs.put_file(str(file), remote)
         if replaces:
-            # A kill from here on leaves the whole new checkpoint under its staging name.
-            _delete(fs, final)
-            for file in _marker_last(local):
-                name = file.relative_to(local).as_posix()
-                fs.makedirs(posixpath.dirname(posixpath.join(final, name)), exist_ok=True)
-                fs.copy(posixpath.join(staged, name), posixpath.join(final, name))
-            _delete(fs, staged)
+            # A kill from here on leaves the whole new checkpoint under its staging name; `settle` puts it in place.
+            _move(fs, staged, final)
     except BaseException:
         if not fs.exists(posixpath.join(place, _layout.COMMIT_FILE)) and fs.exists(place):
             fs.rm(place, recursive=True)
@@ -112,7 +114,7 @@ def fetch(source: str | os.PathLike[str], options: dict[str, Any] | None = None)
         raise IncompleteCheckpointError(
             f"The checkpoint {os.fspath(source)} is incomplete: {_layout.COMMIT_FILE} is missing. It cannot be loaded."
         )
-    folder = Path(tempfile.mkdtemp(prefix="jaxlightning-"))
+    folder = Path(tempfile.mkdtemp(prefix=_temporary_prefix()))
     local = folder / "checkpoint"
     try:
         local.mkdir()
@@ -154,6 +156,105 @@ def delete(path: str | os.PathLike[str]) -> None:
         return
     _delete(fs, inner)
     fs.invalidate_cache()
+
+
+def settle(path: str) -> None:
+    """Deal with the staging directory that an interrupted `send` left.
+
+    When what it was to replace is gone already and it is whole, it takes the name; otherwise it is deleted.
+
+    Args:
+        path: The staging directory; what is not named like one is left alone.
+    """
+    match = _layout.STAGED.search(path)
+    if match is None:
+        return
+    fs, staged = file_system(path)
+    final = staged[: -len(match.group())]
+    fs.invalidate_cache()
+    if _is_committed(fs, staged) and not _is_committed(fs, final):
+        _move(fs, staged, final)
+    elif fs.exists(staged):
+        _delete(fs, staged)
+    fs.invalidate_cache()
+
+
+def read_header(path: str) -> tuple[int, dict[str, Any]]:
+    """Read the commit marker and the metadata of a checkpoint, without fetching it.
+
+    Args:
+        path: The checkpoint.
+
+    Returns:
+        The time of the commit in nanoseconds, and the JSON.
+
+    Raises:
+        CheckpointError: There is no complete commit, or the JSON is damaged.
+    """
+    fs, inner = file_system(path)
+    with tempfile.TemporaryDirectory(prefix=_temporary_prefix()) as folder:
+        local = Path(folder, "checkpoint")
+        for name in (_layout.COMMIT_FILE, f"{_layout.METADATA_ITEM}/{_layout.METADATA_FILE}"):
+            place = local / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if fs.exists(posixpath.join(inner, name)):
+                fs.get_file(posixpath.join(inner, name), str(place))
+        try:
+            _layout.verify(local)
+            return _layout.commit_time(local), _layout.read_metadata(local)
+        except CheckpointError as error:
+            raise type(error)(str(error).replace(str(local), path)) from None
+
+
+def files_below(directory: str) -> list[str]:
+    """Return the paths of all files below a directory, relative to it; nothing when it does not exist.
+
+    Args:
+        directory: The directory; object stores list it in one go.
+    """
+    fs, inner = file_system(directory)
+    fs.invalidate_cache()
+    if not fs.isdir(inner):
+        return []
+    return [posixpath.relpath(str(name), inner) for name in fs.find(inner)]
+
+
+def remove_abandoned() -> None:
+    """Delete the local directories in which killed processes of this machine prepared what was to be sent."""
+    if sys.platform == "win32":  # where asking for a process may end it
+        return
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        owner = folder.name[len(_PREFIX) :].partition("-")[0]
+        try:
+            if not owner.isdigit() or folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            os.kill(int(owner), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # gone meanwhile, or a process of somebody else's
+            continue
+
+
+def _temporary_prefix() -> str:
+    return f"{_PREFIX}{os.getpid()}-"
+
+
+def _is_committed(fs: Any, inner: str) -> bool:
+    return bool(fs.exists(posixpath.join(inner, _layout.COMMIT_FILE)))
+
+
+def _move(fs: Any, staged: str, final: str) -> None:
+    """Move a whole checkpoint, marker last, over what has the name and is not whole any more."""
+    if fs.exists(final):
+        _delete(fs, final)
+    marker = posixpath.join(staged, _layout.COMMIT_FILE)
+    for name in sorted(map(str, fs.find(staged)), key=lambda name: posixpath.basename(name) == _layout.COMMIT_FILE):
+        place = posixpath.join(final, posixpath.relpath(name, staged))
+        fs.makedirs(posixpath.dirname(place), exist_ok=True)
+        fs.copy(name, place)
+    if not fs.exists(marker):
+        raise IncompleteCheckpointError(f"{staged} changed while it was moved to {final}.")
+    _delete(fs, staged)
 
 
 def listing(directory: str | os.PathLike[str]) -> list[str]:

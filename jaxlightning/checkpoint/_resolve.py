@@ -128,10 +128,11 @@ def on_slurm() -> bool:
 
 def hpc_version(folder: str | os.PathLike[str]) -> int | None:
     """Return the highest number of a ``hpc_ckpt_<n>.ckpt`` in a folder, or None."""
-    root = Path(folder)
-    if not root.is_dir():
-        return None
-    found = [re.fullmatch(rf"{_HPC_PREFIX}(\d+)\.ckpt", entry.name) for entry in root.iterdir()]
+    if _layout.is_remote(folder):
+        names = [path.rpartition("/")[2] for path in _remote.listing(folder)]
+    else:
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = [re.fullmatch(rf"{_HPC_PREFIX}(\d+)\.ckpt", name) for name in names]
     return max((int(match.group(1)) for match in found if match), default=None)
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,10 @@ import numpy as np
 import pytest
 from support.checkpoints import Scripted, trainer
 
+import jaxlightning as pl
 from jaxlightning.callbacks import ModelCheckpoint
-from jaxlightning.checkpoint import CheckpointError, load_weights
-from jaxlightning.utilities.exceptions import MisconfigurationException
+from jaxlightning.checkpoint import CheckpointError, _io, _remote, load_weights
+from jaxlightning.checkpoint._resolve import hpc_resume_path, hpc_save_path
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -126,9 +131,113 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         t.save_checkpoint("nowhere://a.ckpt")
     with pytest.raises(TypeError, match="for paths with a scheme"):
         t.save_checkpoint(tmp_path / "a.ckpt", storage_options={"key": "x"})
-    with pytest.raises(MisconfigurationException, match="on another file system"):
-        trainer("memory://far", max_epochs=1, auto_resume=True, enable_checkpointing=False).fit(Scripted())
     assert trainer(f"file://{tmp_path}").default_root_dir == str(tmp_path)
+
+
+class Goes(pl.Callback):
+    """The machine goes away before a batch."""
+
+    def __init__(self, before: int | None) -> None:
+        self.before = before
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.before == trainer.fit_loop.total_batch_idx:
+            raise OSError("the machine goes away")
+
+
+def run(remote: str, before: int | None = None, **options: Any) -> tuple[Any, Any]:
+    """One process of a run whose root directory is somewhere else: 3 epochs of 3 batches, a checkpoint every 2."""
+    options = {"every_n_train_steps": 2, "save_last": True, **options}
+    t = trainer(remote, max_epochs=3, auto_resume=True, callbacks=[ModelCheckpoint(**options), Goes(before)])
+    module = Scripted()
+    if before is None:
+        t.fit(module)
+    else:
+        with pytest.raises(OSError, match="goes away"):
+            t.fit(module)
+    return t, module
+
+
+def test_a_run_there_goes_on_by_itself(remote: str) -> None:
+    _, undisturbed = run(f"{remote}/a")
+    for before in (3, 5, 8):
+        t, _ = run(f"{remote}/b", before)
+    t, module = run(f"{remote}/b")
+    assert t.ckpt_path == there(f"{remote}/b/checkpoints/last.ckpt")
+    assert t.global_step == 9
+    assert same(weights(module), weights(undisturbed))
+    assert names(f"{remote}/b/checkpoints") == names(f"{remote}/a/checkpoints")
+    assert run(f"{remote}/b")[0].global_step == 9  # finished
+
+
+def there(path: str) -> str:
+    """A `file://` root is a path of this machine for the trainer."""
+    return path.removeprefix("file://")
+
+
+def test_there_too_only_whole_commits_count(remote: str) -> None:
+    run(remote, 8, save_top_k=-1, save_last=False)
+    folder = f"{remote}/checkpoints"
+    steps = [f"epoch={(step - 1) // 3}-step={step}.ckpt" for step in (2, 4, 6, 8)]
+    assert names(folder) == sorted(steps)
+    fs, inner = fsspec.core.url_to_fs(folder)
+    data = max(fs.find(f"{inner}/{steps[3]}/params"), key=fs.size)
+    raw = bytearray(fs.cat_file(data))
+    raw[len(raw) // 2] ^= 255
+    fs.pipe_file(data, bytes(raw))  # an array with another content: only its check sum tells
+    fs.rm_file(f"{inner}/{steps[2]}/_CHECKPOINT_METADATA")  # never committed
+    # One process was killed while it sent, one between the deletion of the old and the move of the new.
+    for name in fs.find(f"{inner}/{steps[0]}"):
+        relative = name[name.index(steps[0]) + len(steps[0]) :]
+        for left in ("x.ckpt.saving-01234567", "last.ckpt.saving-89abcdef"):
+            if not (left[0] == "x" and "_CHECKPOINT_METADATA" in name):
+                fs.makedirs(f"{inner}/{left}{relative}".rpartition("/")[0], exist_ok=True)
+                fs.copy(name, f"{inner}/{left}{relative}")
+    with pytest.warns(UserWarning, match="cannot be used and is passed over") as caught:
+        t, _ = run(remote, save_top_k=-1, save_last=False)
+    named = " ".join(str(each.message) for each in caught)
+    assert all(there(f"{folder}/{name}") in named for name in steps[2:])
+    assert t.ckpt_path == there(f"{folder}/{steps[1]}")
+    assert t.global_step == 9
+    assert not [name for name in names(folder) if ".saving-" in name]
+    if not remote.startswith("file"):  # the staging directory of another file system may hold the only whole copy
+        assert _io.StoredCheckpoint(f"{folder}/last.ckpt").body()["global_step"] == 2
+
+
+def test_paths_there_are_relative_so_that_a_run_can_be_moved(remote: str, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(f"{remote}/run/ck", monitor="val_loss", save_last=True)
+    trainer(tmp_path, max_epochs=2, callbacks=[saving]).fit(Scripted())
+    fs, inner = fsspec.core.url_to_fs(remote)
+    fs.mv(f"{inner}/run", f"{inner}/moved", recursive=True)
+    text = fs.cat_file(f"{inner}/moved/ck/last.ckpt/metadata/metadata.json").decode()
+    assert remote not in text
+    again = ModelCheckpoint(f"{remote}/moved/ck", monitor="val_loss", save_last=True)
+    t = trainer(tmp_path, max_epochs=4, callbacks=[again])
+    t.fit(Scripted(), ckpt_path=f"{remote}/moved/ck/last.ckpt")
+    assert again.last_model_path == f"{remote}/moved/ck/last.ckpt"
+    assert sorted(again.best_k_models)[0].startswith(f"{remote}/moved/ck/")
+    assert set(names(f"{remote}/moved/ck")) >= {"last.ckpt", again.best_model_path.rpartition("/")[2]}
+
+
+def test_a_requeued_job_finds_its_checkpoint_there(remote: str, tmp_path: Path) -> None:
+    t = trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
+    t.fit(Scripted())
+    for number in (1, 2):
+        assert hpc_save_path(remote) == f"{remote}/hpc_ckpt_{number}.ckpt"
+        t.save_checkpoint(hpc_save_path(remote))
+    assert hpc_resume_path(remote) == f"{remote}/hpc_ckpt_2.ckpt"
+
+
+def test_what_a_killed_process_prepared_here_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    for name in (f"jaxlightning-{process.pid}-abc", f"jaxlightning-{os.getpid()}-abc", "jaxlightning-notes-abc"):
+        (tmp_path / name).mkdir()
+    _remote.remove_abandoned()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [f"jaxlightning-{os.getpid()}-abc", "jaxlightning-notes-abc"]
+    )
 
 
 @pytest.mark.slow
@@ -149,6 +258,9 @@ def test_an_s3_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         fsspec.filesystem("s3").mkdir("bucket")
         test_a_checkpoint_callback_keeps_its_files_there("s3://bucket/far", tmp_path)
         test_save_load_resume_and_warm_start("s3://bucket/near", tmp_path)
+        test_a_run_there_goes_on_by_itself("s3://bucket/root")
+        test_there_too_only_whole_commits_count("s3://bucket/damaged")
+        test_paths_there_are_relative_so_that_a_run_can_be_moved("s3://bucket/paths", tmp_path)
     finally:
         server.stop()
         fsspec.filesystem("s3").clear_instance_cache()
