@@ -208,7 +208,11 @@ def test_paths_there_are_relative_so_that_a_run_can_be_moved(remote: str, tmp_pa
     saving = ModelCheckpoint(f"{remote}/run/ck", monitor="val_loss", save_last=True)
     trainer(tmp_path, max_epochs=2, callbacks=[saving]).fit(Scripted())
     fs, inner = fsspec.core.url_to_fs(remote)
-    fs.mv(f"{inner}/run", f"{inner}/moved", recursive=True)
+    for name in fs.find(f"{inner}/run"):
+        place = name.replace(f"{inner}/run", f"{inner}/moved")
+        fs.makedirs(place.rpartition("/")[0], exist_ok=True)
+        fs.copy(name, place)
+    fs.rm(f"{inner}/run", recursive=True)
     text = fs.cat_file(f"{inner}/moved/ck/last.ckpt/metadata/metadata.json").decode()
     assert remote not in text
     again = ModelCheckpoint(f"{remote}/moved/ck", monitor="val_loss", save_last=True)
