@@ -107,7 +107,8 @@ def _unsynchronized() -> Any:
 
 
 def _slice_bytes(values: Sequence[Any]) -> int:
-    return max(_SLICE_BYTES, sum(value.nbytes for value in values) // _MOST_SLICES)
+    total: int = sum(value.nbytes for value in values)
+    return max(_SLICE_BYTES, total // _MOST_SLICES)
 
 
 def _groups(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:

@@ -115,7 +115,7 @@ def _handles(leaf: Any) -> list[tuple[Any, jax.Array]] | None:
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    kind = np.dtype(dtype)
+    kind: np.dtype[Any] = np.dtype(dtype)
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     if nbytes < _OWN_PAGES_FROM_BYTES:
         return np.empty(shape, kind)
@@ -126,4 +126,5 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 pages.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; the training waits for this copy
-    return np.frombuffer(pages, np.uint8, count=nbytes).view(kind).reshape(shape)
+    whole: np.ndarray = np.frombuffer(pages, np.uint8, count=nbytes).view(kind).reshape(shape)
+    return whole
