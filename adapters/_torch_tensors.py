@@ -44,9 +44,10 @@ def tensor_to_numpy(tensor: Any, path: Path = ()) -> Array:
         else:
             return plain
     if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").replace("_", " ")
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").replace("_", " ").strip()
+        shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"  # a nested one has no single shape
         raise TypeError(
-            f"{format_path(path)} is a {kind} tensor of shape {tuple(tensor.shape)}, which JAX cannot hold. Call "
+            f"{format_path(path)} is a {kind} tensor{shape}, which JAX cannot hold. Call "
             f"{'.to_padded_tensor(0.0)' if tensor.is_nested else '.to_dense()'} in the dataset or its collate function."
         )
     if tensor.is_quantized:

@@ -15,6 +15,7 @@ from jaxlightning.compile.networks import stamp_origin
 from jaxlightning.compile.trace import Scalars, current_trace
 from jaxlightning.hooks import ModuleHooks
 from jaxlightning.module_arrays import ModuleArrays
+from jaxlightning.module_copies import detached_state
 from jaxlightning.module_logging import ModuleLogging
 from jaxlightning.module_optimization import ModuleOptimization
 from jaxlightning.module_weights import ModuleWeights
@@ -139,9 +140,10 @@ class JaxLightningModule(
             engine.mark_dirty()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state["_trainer"] = None
-        return state
+        return detached_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls `forward`; outside a step with the current variables and in the module's current mode."""

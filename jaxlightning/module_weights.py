@@ -22,16 +22,19 @@ class ModuleWeights(ModuleBase):
     _strict_loading: bool | None
 
     def state_dict(self) -> dict[str, Any]:
-        """All parameters and other variables as copies, flat by dotted path (`"net.Dense_0.kernel"`)."""
-        if self._engine is None:
-            return {}
-        flat = flatten(self._engine.params, separator=".")
-        for network, collections in self._engine.variables.items():
+        """All parameters and other variables as copies, flat by dotted path (`"net.Dense_0.kernel"`).
+
+        Of a module that is an attribute of another one: its own, by their paths on it.
+        """
+        engine = self._require_engine()
+        flat = flatten(engine.params, separator=".")
+        for network, collections in engine.variables.items():
             for collection, tree in collections.items():
                 prefix = network if collection == "nnx" else f"{network}.{collection}"
                 flat.update({f"{prefix}.{path}": leaf for path, leaf in flatten(tree, separator=".").items()})
-        flat.update(self._engine.buffer_values())
-        return flat
+        flat.update(engine.buffer_values())
+        prefix = engine.prefix_of(self)
+        return {path[len(prefix) :]: leaf for path, leaf in flat.items() if path.startswith(prefix)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Sets parameters and variables from what `state_dict` gave.
@@ -57,6 +60,8 @@ class ModuleWeights(ModuleBase):
                 f"{unexpected[:20]}. "
                 "Pass `strict=False` to set what fits."
             )
+        own = engine.prefix_of(self)
+        state_dict = {own + path: value for path, value in state_dict.items()}
         params, variables = flatten(engine.params, separator="."), {}
         new_params = {path: state_dict[path] for path in params if path in state_dict}
         for network, collections in engine.variables.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 from ast import literal_eval
 from collections.abc import Callable
@@ -282,6 +283,8 @@ def check_clipping(value: Any, algorithm: str | None) -> str | None:
     """
     if value is not None and not isinstance(value, (int, float)):
         raise TypeError(f"`gradient_clip_val` should be an int or a float. Got {value}.")
+    if value is not None and math.isnan(value):
+        raise MisconfigurationException("`gradient_clip_val` is nan: every gradient clipped by it would be nan.")
     if algorithm is None:
         return None
     if algorithm.lower() not in ("value", "norm"):

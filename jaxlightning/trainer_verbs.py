@@ -14,6 +14,7 @@ from jaxlightning.utilities.states import RunningStage, TrainerFn, TrainerState,
 
 if TYPE_CHECKING:
     from jaxlightning.loops.evaluation_loop import EvaluationLoop
+    from jaxlightning.loops.fit_loop import FitLoop
     from jaxlightning.loops.prediction_loop import PredictionLoop
     from jaxlightning.trainer import Trainer
 
@@ -23,6 +24,7 @@ class TrainerVerbs:
 
     state: TrainerState
     should_stop: bool
+    fit_loop: FitLoop
     validate_loop: EvaluationLoop
     test_loop: EvaluationLoop
     predict_loop: PredictionLoop
@@ -187,6 +189,17 @@ class TrainerVerbs:
             )
         return self._start(fn, stage, model, {kind: dataloaders}, datamodule, ckpt_path, weights_only)
 
+    def _refuse_inside_training(self, fn: TrainerFn, model: Any) -> None:
+        other = getattr(self._module if model is None else model, "_trainer", None)
+        for trainer in (self, other):
+            if trainer is not None and trainer.fit_loop.in_epochs:
+                raise MisconfigurationException(
+                    f"`Trainer.{fn.value}` was called inside of a running `fit`"
+                    f"{'' if trainer is self else ' of another Trainer'} with the same module: the two runs would "
+                    "overwrite each other's state. Call it in `on_train_end`, in `on_fit_end` or after `fit`, or give "
+                    "another Trainer a copy: `copy.deepcopy(module)` has the present weights."
+                )
+
     def _start(
         self,
         fn: TrainerFn,
@@ -198,6 +211,7 @@ class TrainerVerbs:
         weights_only: bool | None,
     ) -> Any:
         """Enter a verb: set the state, link model and data, find the checkpoint, run."""
+        self._refuse_inside_training(fn, model)
         connected = self._module is not None
         self._module = self._module if model is None else model
         self.state.fn, self.state.status, self.state.stage = fn, TrainerStatus.RUNNING, stage

@@ -11,6 +11,10 @@ import numpy as np
 __all__ = ["HostLeaf", "host_leaf_of", "join", "leaf_paths", "split"]
 
 
+_HOST_KINDS = "OSUMmVT"
+"""Kinds of NumPy arrays that JAX cannot hold, or (V) not always."""
+
+
 class HostLeaf:
     """Stands inside a compiled step for a batch leaf that JAX cannot hold.
 
@@ -56,14 +60,16 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
         return True
     if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind not in "OSUMm"
+        kind = leaf.dtype.kind
+        # bfloat16 and its like have the kind of records; records, raw bytes and NumPy's own strings have no place there
+        return kind not in _HOST_KINDS or (kind == "V" and leaf.dtype.type.__module__.startswith("ml_dtypes"))
     return False
 
 
 def split(leaves: list[Any]) -> tuple[list[Any], tuple[int, ...] | None]:
     """Arrays of a flattened batch and, when some leaves must stay on the host, the positions of the arrays."""
     for leaf in leaves:
-        if type(leaf) is not np.ndarray or leaf.dtype.kind in "OSUMm":
+        if type(leaf) is not np.ndarray or leaf.dtype.kind in _HOST_KINDS:
             break
     else:
         return leaves, None

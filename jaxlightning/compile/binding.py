@@ -36,6 +36,17 @@ class _InOrder:
         return self._wrap(network, next(self._paths))
 
 
+def _refuse_equal_paths(found: list[tuple[str, Any]]) -> None:
+    """Two networks of one path would share their variables without a word."""
+    seen: dict[str, Any] = {}
+    for path, network in found:
+        if seen.setdefault(path, network) is not network:
+            raise ValueError(
+                f"Two networks have the same path `self.{path}`: the keys of a dictionary are joined with dots and "
+                "written as text, so that 0 and '0' are one key, and 'a.b' is 'b' below 'a'. Rename one of the keys."
+            )
+
+
 class Binding:
     """Finds and wraps the networks of a module and binds them to the variables of a trace.
 
@@ -97,6 +108,7 @@ class Binding:
             found = walk(instance[name], prefix + name)
             if not found:
                 continue
+            _refuse_equal_paths(found)
             instance[name] = rebuild(instance[name], _InOrder([path for path, _ in found], self._wrap))
             if any(is_nnx(network) for _, network in found):
                 # Served by `__getattr__`, which can then refresh the user's objects lazily.

@@ -40,6 +40,7 @@ INTERNAL = frozenset(
         "_buffers",
         "_transient_buffers",
         "_raw_parameters",
+        "_copied_weights",
     }
 )
 """Instance attributes that belong to the framework."""

@@ -23,6 +23,7 @@ from jaxlightning.compile.engine_training import EngineTraining
 from jaxlightning.compile.fused_step import Fusion
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
 from jaxlightning.compile.outputs import is_array
+from jaxlightning.compile.owners import owners_of
 from jaxlightning.compile.paths import plain
 from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.repeated_step import RepeatedStep
@@ -83,10 +84,18 @@ class Engine(EngineTraining):
 
     def attach(self) -> None:
         """Wraps the module's networks and takes over the variables of NNX modules."""
+        for owner in owners_of(self.module).values():
+            before = owner.__dict__.get("_engine")
+            if before is not None and before is not self:
+                before.release_attributes()
         self.module.__dict__["_engine"] = self
         self.binding.attach()
         self.adopt_parameters()
         self._adopt_nnx()
+        if any("_copied_weights" in owner.__dict__ for owner in self.binding.owners.values()):
+            from jaxlightning.module_copies import take_copied_weights
+
+            take_copied_weights(self)
         self._dirty = True
 
     def detach(self) -> None:

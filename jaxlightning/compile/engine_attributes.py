@@ -99,6 +99,15 @@ class EngineAttributes(EngineOptimizers):
         state = self.tree
         self._set_tree(state.replace(attributes={p: v for p, v in state.attributes.items() if p != path}))
 
+    def release_attributes(self) -> None:
+        """Gives every carried attribute back to its owner as a plain one: another engine takes over the module."""
+        for path in list(self.tree.attributes):
+            owner, name = self._owner(path)
+            if name in owner.__dict__.get("_carried", {}):
+                value = self._current(path, self.tree.attributes[path])
+                owner.__dict__["_carried"].pop(name)
+                owner.__dict__[name] = value
+
     def attribute_changes(self, path: str, before: Any, after: Any) -> None:
         """Notes that a step changes the shape, dtype or structure of a carried attribute.
 
@@ -164,6 +173,10 @@ class EngineAttributes(EngineOptimizers):
     def delete_attribute(self, owner: Any, name: str) -> None:
         """Takes `del self.queue` of host code."""
         self.drop_attribute(self._path(owner, name))
+
+    def prefix_of(self, owner: Any) -> str:
+        """Where a module lies on the top one: `""` for that itself, `"child."` for a child."""
+        return next((prefix for prefix, known in self.binding.owners.items() if known is owner), "")
 
     def _path(self, owner: Any, name: str) -> str:
         for prefix, known in self.binding.owners.items():

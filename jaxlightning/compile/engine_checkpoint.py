@@ -109,8 +109,14 @@ class EngineCheckpoint(EngineAttributes):
                     f"differing: {path} is {tuple(np.shape(have[path]))} in the checkpoint, "
                     f"{tuple(want[path].shape)} here"
                 )
-        for path in have:
-            network = path.split("/")[1]
+        # Names of networks may contain a slash, so they are not cut out of the path.
+        owners = {
+            path: network
+            for section, networks in (("params", params), ("variables", variables))
+            for network, tree in networks.items()
+            for path in flatten({section: {network: tree}})
+        }
+        for path, network in owners.items():
             exists = network in state.params or network in state.variables
             if network not in names or (exists and path not in want):
                 problems.append(f"unexpected: {path} {tuple(np.shape(have[path]))}")

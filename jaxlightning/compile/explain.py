@@ -32,6 +32,12 @@ _TORCH = (
     "such): use jax.numpy / jax.nn / optax there, and keep torch in the data loader."
 )
 _CHECK = 'A `checkify.check` in a compiled step needs `Trainer(checkify="user")`, or `checkify=True` for all checks.'
+_UNBOUND = (
+    "A linen network was called that the framework has not bound to variables. It finds the networks that are "
+    "attributes of the LightningModule itself, also in lists, tuples and dictionaries, when the step begins: not "
+    "class attributes, not those in objects of other classes, not those made inside the step. Assign it to `self` in "
+    "`__init__`, `setup` or `configure_model`."
+)
 _TORCH_METHODS = {
     "detach": "`jax.lax.stop_gradient(x)`",
     "backward": "nothing (the trainer differentiates the returned loss), or `self.manual_backward(loss)`",
@@ -101,6 +107,8 @@ def _advice(error: BaseException) -> str | None:
         return _IN_PLACE
     if "checkify.check" in text and "not functionalized" in text:
         return _CHECK
+    if type(error).__name__ in ("CallCompactUnboundModuleError", "CallUnbindOnUnboundModuleError"):
+        return _UNBOUND
     if isinstance(error, AttributeError) and error.name in _TORCH_METHODS and isinstance(error.obj, jax.Array):
         return f"`.{error.name}` is a word of torch. In JAX: {_TORCH_METHODS[error.name]}."
     if isinstance(error, TypeError | AttributeError | RuntimeError | ValueError) and _mentions_torch(text):

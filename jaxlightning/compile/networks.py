@@ -22,6 +22,7 @@ from jaxlightning.compile.precision import Precision
 from jaxlightning.compile.precision_layers import linen_layers
 from jaxlightning.compile.selection import ParameterSelection
 from jaxlightning.compile.trace import Trace, activate, current_trace, path_hash
+from jaxlightning.utilities.warnings import warn_once
 
 if TYPE_CHECKING:
     from jaxlightning.compile.engine import Engine
@@ -195,7 +196,10 @@ class LinenNetwork:
             variables = self._in_precision(variables, policy)
         try:
             with linen_layers(policy):
-                result = self._module.apply(variables, *args, rngs=rngs, method=method, mutable=threaded, **kwargs)
+                apply = functools.partial(self._module.apply, variables, *args, rngs=rngs, method=method, **kwargs)
+                result = (
+                    apply(mutable=threaded) if threaded or mutable is not None else self._unchanged(apply, variables)
+                )
         except Exception as error:
             self._explain(error, args)
             raise
@@ -205,6 +209,23 @@ class LinenNetwork:
         output = policy.convert_output(output)
         self._write(trace, updates, explicit=mutable is not None)
         return (output, updates) if mutable is not None else output
+
+    def _unchanged(self, apply: Callable[..., Any], variables: dict[str, Any]) -> Any:
+        """The result of a call in evaluation, which leaves every collection as it is, whatever the layers do."""
+        collections = sorted(name for name in variables if name != "params")
+        try:
+            return apply(mutable=False)
+        except Exception as error:
+            if type(error).__name__ != "ModifyScopeVariableError" or not collections:
+                raise
+        output, _ = apply(mutable=collections)
+        warn_once(
+            f"evaluation-drops:{self._path}",
+            f"Network `self.{self._path}` changes its collections {collections} in evaluation mode too (a BatchNorm "
+            "with `use_running_average=False`, for example). The result is used, the changes are dropped. To have them "
+            f"call `y, updates = self.{self._path}(x, mutable={collections})`.",
+        )
+        return output
 
     def _create(self, trace: Trace, args: Any, kwargs: Any, method: Any, rngs: Any, mutable: Any) -> Any:
         """Runs the network while creating what it lacks: parameters of methods called for the first time."""

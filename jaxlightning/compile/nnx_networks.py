@@ -22,6 +22,12 @@ __all__ = ["NnxGroup"]
 _SEED_MASK = 0x7FFFFFFF
 
 
+def _value_of(leaf: Any) -> Any:
+    """The value of a Variable; a bare array on an NNX module is a leaf of its state without one."""
+    get_value = getattr(leaf, "get_value", None)
+    return leaf if get_value is None else get_value()
+
+
 class NnxGroup:
     """All NNX modules of one Lightning module, split jointly so that sharing survives.
 
@@ -58,7 +64,7 @@ class NnxGroup:
         return changed
 
     def _pure(self, state: Any) -> dict[tuple[Any, ...], Any]:
-        return {path: variable.get_value() for path, variable in self._nnx.to_flat_state(state)}
+        return {path: _value_of(leaf) for path, leaf in self._nnx.to_flat_state(state)}
 
     def params(self) -> Nested:
         """The parameters of the live modules: `{network: nested}`."""
@@ -81,7 +87,10 @@ class NnxGroup:
     def _state(self, name: str, values: dict[str, Any]) -> Any:
         nnx = self._nnx
         template = dict(nnx.to_flat_state(self._templates[name]))
-        flat = {path: template[path].replace(values["/".join(map(str, path))]) for path in self._paths[name]}
+        flat = {}
+        for path in self._paths[name]:
+            leaf, value = template[path], values["/".join(map(str, path))]
+            flat[path] = leaf.replace(value) if hasattr(leaf, "get_value") else value
         return nnx.from_flat_state(flat)
 
     def bind(self, trace: Trace, eval_networks: frozenset[str], precision: Precision) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -47,9 +48,9 @@ class FitLoop(Loop):
         max_steps: int = -1,
     ) -> None:
         super().__init__(trainer)
-        if isinstance(max_epochs, int) and max_epochs < -1:
+        if max_epochs is not None and (not isinstance(max_epochs, numbers.Integral) or max_epochs < -1):
             raise MisconfigurationException(
-                f"`max_epochs` must be a non-negative integer or -1. You passed in {max_epochs}."
+                f"`max_epochs` must be a non-negative integer or -1. You passed in {max_epochs!r}."
             )
         self.min_epochs = min_epochs
         self.max_epochs = max_epochs
@@ -63,6 +64,7 @@ class FitLoop(Loop):
         self._last_reload_epoch: float = -_INF
         self._loader_states: list[dict[str, Any]] = []
         self._loaded_reload_epoch: int | None = None
+        self.in_epochs = False  # whether training is under way, so that no other run may begin with its module
         self.was_stopping = False  # whether the loaded run had been asked to stop
 
     # --- what others read
@@ -153,9 +155,13 @@ class FitLoop(Loop):
             return
         continues = self._settle_loaded_state()
         self._on_run_start()
-        while not self.done:
-            self._run_epoch(continues)
-            continues = False
+        self.in_epochs = True
+        try:
+            while not self.done:
+                self._run_epoch(continues)
+                continues = False
+        finally:
+            self.in_epochs = False
         call_callback_hooks(self.trainer, "on_train_end")
         call_lightning_module_hook(self.trainer, "on_train_end")
 

@@ -203,7 +203,8 @@ def _prepare(name: str, value: Any, fx: str, trace: Trace | None, warnings: Warn
         warn_if_not_floating(name, fx, value, warnings)
         return value
     if not is_array(value):
-        return value
+        # JAX refuses Python integers beyond 32 bits, and fractions and decimals altogether.
+        return value if trace is None or isinstance(value, float) else float(value)
     warn_if_not_floating(name, fx, value, warnings)
     if trace is None:
         if isinstance(value, jax.core.Tracer):

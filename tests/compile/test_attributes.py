@@ -14,7 +14,8 @@ import optax
 import pytest
 from support.models import batches, make_engine, train
 
-from jaxlightning import LightningModule
+import jaxlightning as pl
+from jaxlightning import ArrayLoader, LightningModule
 
 DATA = batches()
 
@@ -339,3 +340,36 @@ def test_a_carried_attribute_stays_an_array(value: Any) -> None:
     with pytest.raises(RuntimeError, match=r"`self.scale` \(it was read and then set to (None|'text')"):
         make_engine(module).train_step(DATA[0], batch_idx=0)
     assert float(module.scale) == 1
+
+
+def test_another_trainer_takes_over_what_steps_changed() -> None:
+    class Counts(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Dense(2)
+            self.register_buffer("seen", jnp.zeros((), jnp.int32))
+            self.center, self.recent = jnp.zeros(2), {"last": jnp.zeros(2)}
+
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            self.seen = self.seen + 1
+            self.center = self.center + 1.0
+            self.recent["last"] = self.recent["last"] + self.center
+            return (self.net(batch) ** 2).mean()
+
+        def predict_step(self, batch: Any, batch_idx: Any) -> Any:
+            return self.net(batch) * 0 + self.center + self.recent["last"]
+
+        def configure_optimizers(self) -> Any:
+            return optax.sgd(0.1)
+
+    def trainer() -> pl.Trainer:
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        return pl.Trainer(max_epochs=1, **quiet)
+
+    module, loader = Counts(), ArrayLoader(np.ones((4, 4), np.float32), batch_size=2)
+    trainer().fit(module, loader)
+    other = trainer()
+    np.testing.assert_array_equal(other.predict(module, loader)[0], np.full((2, 2), 5.0))
+    other.fit(module, loader)
+    assert (int(module.seen), float(module.center[0]), float(module.recent["last"][0])) == (4, 4.0, 10.0)
+    assert {name: int(value) for name, value in module.state_dict().items() if name == "seen"} == {"seen": 4}

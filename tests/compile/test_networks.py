@@ -380,3 +380,71 @@ def test_structure_changes_of_an_nnx_network_in_a_step_are_refused() -> None:
 
     with pytest.raises(RuntimeError, match="structure of an NNX network"):
         train(make_engine(Grows(NnxNet(nnx.Rngs(0)))), batches(), 1)
+
+
+class _WithConstants(nnx.Module):
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+        self.mean = np.full(6, 0.5, np.float32)
+        self.std = nnx.data(jnp.full(6, 2.0)) if hasattr(nnx, "data") else jnp.full(6, 2.0)
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear((x - self.mean) / self.std)
+
+
+def test_bare_arrays_on_an_nnx_module_are_part_of_its_state() -> None:
+    module = Classifier(_WithConstants())
+    losses = train(make_engine(module), batches(), 3)
+    assert losses[0] != losses[2]
+    np.testing.assert_array_equal(module.state_dict()["net.mean"], np.full(6, 0.5))
+    np.testing.assert_array_equal(module.net.std, np.full(6, 2.0))
+
+
+@pytest.mark.parametrize(
+    "nets",
+    [
+        lambda: {0: nn.Dense(4), "0": nn.Dense(4)},
+        lambda: {"a.b": nn.Dense(4), "a": {"b": nn.Dense(4)}},
+        lambda: {1: nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "1": nnx.Linear(2, 2, rngs=nnx.Rngs(0))},
+    ],
+)
+def test_two_networks_of_one_path_are_refused(nets: Any) -> None:
+    with pytest.raises(ValueError, match=r"Two networks have the same path `self\.net\.[01a]"):
+        make_engine(Classifier(nets()))
+
+
+def test_a_layer_that_changes_statistics_in_evaluation_changes_nothing() -> None:
+    class AlwaysBatch(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(4)(nn.BatchNorm(use_running_average=False)(x))
+
+    module = Classifier(AlwaysBatch())
+    engine, data = make_engine(module), batches()
+    train(engine, data, 2)
+    before = {name: np.array(value) for name, value in module.state_dict().items()}
+    module.eval()
+    with pytest.warns(UserWarning, match=r"`self\.net` changes its collections \['batch_stats'\] in evaluation"):
+        logits = module.net(data[0][0])
+    x = data[0][0]
+    normal = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
+    expected = normal @ before["net.Dense_0.kernel"]
+    np.testing.assert_allclose(logits, expected + before["net.Dense_0.bias"], rtol=1e-2, atol=1e-2)
+    engine.eval_step("validate", data[0], batch_idx=0, current_epoch=0, global_step=0)
+    for name, value in module.state_dict().items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_a_network_that_is_not_on_the_module_is_explained() -> None:
+    class Holder:
+        net = nn.Dense(4)
+
+    class Hidden(Classifier):
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            return (self.holder.net(batch[0]) ** 2).mean()
+
+    module = Hidden()
+    module.holder = Holder()
+    with pytest.raises(Exception, match="unbound modules") as caught:
+        train(make_engine(module), batches(), 1)
+    assert any("attributes of the LightningModule itself" in note for note in caught.value.__notes__)

@@ -74,6 +74,51 @@ def test_strings_in_a_batch_reach_hooks_and_not_the_step(tmp_path: Path) -> None
         _trainer(tmp_path).fit(Uses(), Batches())
 
 
+@pytest.mark.parametrize(
+    "leaf",
+    [np.zeros(8, dtype=[("a", "f4"), ("b", "i4")]), np.zeros(8, "V3"), np.array(["a"] * 8, np.dtypes.StringDType())],
+)
+def test_records_and_strings_of_numpy_stay_on_the_host(tmp_path: Path, leaf: Any) -> None:
+    class Reads(TrainOnly):
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            return super().training_step(batch["data"], batch_idx) * (len(batch["leaf"]) if self.uses else 1)
+
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            yield {"data": _data(8), "leaf": leaf}
+
+    module = Reads()
+    module.uses = False
+    trainer = _trainer(tmp_path)
+    trainer.fit(module, Batches())
+    assert trainer.global_step == 1
+    module.uses = True
+    with pytest.raises(TypeError, match=r"batch leaf .*leaf"):
+        _trainer(tmp_path).fit(module, Batches())
+
+
+def test_networks_with_slashes_in_their_names_fit_their_own_checkpoint(tmp_path: Path) -> None:
+    import flax.linen as nn
+
+    class Named(TrainOnly):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = {"a/b": nn.Dense(4), "a": {"b": nn.Dense(4)}}
+
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            return ((self.net["a/b"](batch[0]) + self.net["a"]["b"](batch[0])) ** 2).mean()
+
+        def predict_step(self, batch: Any, batch_idx: Any) -> Any:
+            return self.net["a/b"](batch[0]) + 2 * self.net["a"]["b"](batch[0])
+
+    module, trainer = Named(), _trainer(tmp_path)
+    trainer.fit(module, _loader())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    expected = trainer.predict(module, _loader())
+    got = _trainer(tmp_path).predict(Named(), _loader(), ckpt_path=tmp_path / "one.ckpt")
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_a_loader_that_raises_keeps_its_traceback_after_a_clean_teardown(tmp_path: Path) -> None:
     class Breaks:
         def __len__(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxlightning as pl
 from jaxlightning.metrics import extract_batch_size, log_value
 from jaxlightning.metrics._fx_rules import resolve_levels
 from jaxlightning.metrics._values import parse_reduce_fx
@@ -412,3 +415,26 @@ def test_a_step_outside_of_a_loop_keeps_its_own_logs(fake: Any) -> None:
     with activate(trace):
         log_value(module, "a", jnp.array(2.0))
     assert [(entry.meta.name, entry.meta.fx, entry.weight) for entry in trace.logs] == [("a", "training_step", None)]
+
+
+@pytest.mark.parametrize("value", [2**40, np.int64(2**40), Fraction(2**40), Decimal(2**40)])
+def test_large_integers_and_exact_numbers_are_logged_in_a_step(value: Any) -> None:
+    import flax.linen as nn
+    import optax
+
+    class Logs(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Dense(1)
+
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            self.log("large", value, on_step=True, on_epoch=True)
+            return self.net(batch).mean()
+
+        def configure_optimizers(self) -> Any:
+            return optax.sgd(0.1)
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(max_epochs=1, jit=False, **quiet)
+    trainer.fit(Logs(), pl.ArrayLoader(np.ones((2, 2), np.float32), batch_size=1))
+    assert float(trainer.callback_metrics["large_epoch"]) == float(trainer.callback_metrics["large_step"]) == 2.0**40

@@ -16,6 +16,7 @@ from support.tracing import TinyModule, golden, loader
 import jaxlightning as pl
 from jaxlightning.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
 from jaxlightning.utilities.combined_loader import CombinedLoader
+from jaxlightning.utilities.exceptions import MisconfigurationException
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -405,3 +406,9 @@ def test_torch_only_flags_are_accepted_with_one_note(flag: dict[str, Any], caplo
     notes = [each for each in caplog.messages if "changes nothing here" in each]
     assert len(notes) == 1
     assert next(iter(flag)) in notes[0]
+
+
+@pytest.mark.parametrize("flags", [{"max_epochs": 1.5}, {"max_epochs": "2"}, {"gradient_clip_val": float("nan")}])
+def test_limits_that_are_no_numbers_are_refused(flags: dict[str, Any]) -> None:
+    with pytest.raises(MisconfigurationException, match=next(iter(flags))):
+        T(**flags)
