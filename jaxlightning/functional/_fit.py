@@ -433,6 +433,8 @@ def _make_trainer(
     from jaxlightning.trainer import Trainer
 
     root = os.fspath(default_root_dir or Path.cwd())
+    if flags.get("barebones") and logger is True:
+        logger = False
     folder, version = _run_folder(root, log_name, logger), None
     directory = None if logger or logger is None else os.path.join(folder, "checkpoints")
     if ckpt_path == "last":

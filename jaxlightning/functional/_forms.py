@@ -134,7 +134,7 @@ def form_of(function: Callable[..., Any], name: str, *, nnx: bool = False, loss:
     keywords = tuple(p.name for p in named if p.kind is p.KEYWORD_ONLY)
     roles: list[str | None] = [_ROLES.get(p.name.strip("_").lower()) for p in named]
     if roles[0] is None and not any(role in CARRIES for role in roles):
-        roles[0] = "model" if nnx else "state"
+        roles[0] = "params" if loss else "model" if nnx else "state"
     if roles.count(None) == 1 and "batch" not in roles:
         roles[roles.index(None)] = "batch"
     if len(roles) == 3 and roles.count(None) == 1 and "batch" in roles and roles[2] is None and not keywords:

@@ -181,6 +181,20 @@ def test_a_key_that_was_bound_already_is_left_alone(expected: Any, tmp_path: Pat
     assert seen == ["mine"] * 4
 
 
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda p, b: (loss_of(p, b), None),
+        lambda params, batch, *, key: loss_of(params, batch),
+        lambda params, state, batch: (loss_of(state.replace(params=params).params, batch), Struct(1.0, 2.0)),
+        functools.partial(lambda params, batch, scale: scale * loss_of(params, batch), scale=1.0),
+    ],
+)
+def test_a_loss_function_may_take_its_arguments_in_any_way(loss_fn: Any, expected: Any, tmp_path: Path) -> None:
+    got = fit(state(), tmp_path, loss_fn=loss_fn)
+    np.testing.assert_allclose(got.params["w"], expected, rtol=1e-6)
+
+
 # --- results ---
 
 
@@ -374,6 +388,11 @@ def test_no_epoch_trains_nothing(tmp_path: Path) -> None:
     )  # fmt: skip
     assert int(got.step) == 0
     np.testing.assert_array_equal(got.params["w"], np.ones(3))
+
+
+def test_a_run_for_raw_speed_has_no_logger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    got = jaxlightning.fit(state(), BATCHES, train_step=advance, barebones=True, num_epochs=1)
+    assert int(got.step) == 4
 
 
 def test_counts_that_are_none_are_refused(tmp_path: Path) -> None:
