@@ -1,6 +1,6 @@
 # make demo    train a CNN and leave a picture, a checkpoint and TensorBoard events in demo_output/
-# make test    run the tests; `make test-all` adds the slow ones, those that need TensorFlow and grain, and the
-#              comparison of 300 random configurations with PyTorch Lightning
+# make test    run the tests; `make test-all` adds the slow ones, those that need TensorFlow and other optional libraries,
+#              and the comparison of 300 random configurations with PyTorch Lightning
 # make lint    ruff, and mypy on the installed package
 # make bench   time per step beside a hand-written loop, images per second of a loader, and the time of the import
 #
@@ -23,6 +23,8 @@ ARGS ?=
 PIPFLAGS ?=
 
 comma := ,
+# Every library that a part of the tests needs.
+OPTIONAL := tf,tfds,grain,haiku,equinox,graph,export,onnx,serving,wandb
 PY := $(abspath $(VENV))/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 # A changed pyproject.toml, Python or choice of extras installs again; nothing else does.
@@ -64,7 +66,7 @@ test: $(READY_TEST)
 	@$(PY) -m pytest -n 2 --dist loadfile -m "not slow" $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=$(COVERAGE)) $(ARGS)
 
 test-all:
-	@$(MAKE) --no-print-directory EXTRAS=tf,grain test-everything
+	@$(MAKE) --no-print-directory EXTRAS=$(OPTIONAL) test-everything
 
 .PHONY: test-everything
 test-everything: $(READY_TEST)
