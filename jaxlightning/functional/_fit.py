@@ -368,7 +368,7 @@ def _refuse_pmap(step: Any, name: str) -> None:
     while isinstance(step, functools.partial):
         step = step.func
     # What `jax.pmap` returns is a plain function since JAX 0.8; only the module of its code tells.
-    home = getattr(step, "__globals__", {}).get("__name__") or getattr(type(step), "__module__", "")
+    home = str(getattr(step, "__globals__", {}).get("__name__") or type(step).__module__)
     if home.startswith("jax.") and home.endswith("pmap"):
         raise TypeError(
             f"`{name}` is made by `jax.pmap`. Pass the plain step with `devices=N`: the batch is split over the "
