@@ -23,29 +23,66 @@ class ModuleHooks:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the loss of a batch; compiled. Returns a scalar, a dict with `"loss"`, or None to skip."""
+        """Computes the loss of a batch; compiled.
+
+        Args:
+            *args: The batch as its loader gave it, a pytree of arrays, and `batch_idx`, its index in the epoch from 0
+                (where the override takes it; with several loaders a batch is a collection of theirs).
+            **kwargs: The same by name.
+
+        Returns:
+            In automatic optimization the loss, a floating-point array with one element, a dict with it under
+            `"loss"`, or None to skip the update. In manual optimization anything.
+        """
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates a validation batch; compiled."""
+        """Evaluates a validation batch; compiled.
+
+        Args:
+            *args: The batch, `batch_idx` from 0, and with several loaders `dataloader_idx` from 0.
+            **kwargs: The same by name.
+
+        Returns:
+            Anything; `on_validation_batch_end` gets it.
+        """
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates a test batch; compiled."""
+        """Evaluates a test batch; compiled. Arguments and result are as in `validation_step`."""
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predicts a batch; compiled. By default `self(batch)`."""
+        """Predicts a batch; compiled. By default `self(batch)`.
+
+        Args:
+            *args: The batch, `batch_idx` from 0, and with several loaders `dataloader_idx` from 0.
+            **kwargs: The same by name.
+
+        Returns:
+            The predictions, a pytree; `Trainer.predict` collects one per batch.
+        """
         return self(args[0] if args else kwargs.get("batch"))  # type: ignore[operator]
 
     # --- set-up ---------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> Any:
-        """Callbacks of the model, which replace those of the same type in the trainer."""
+        """Gives callbacks of the model, which replace those of the same type in the trainer.
+
+        Returns:
+            A callback or a sequence of them.
+        """
         return []
 
     def configure_model(self) -> None:
         """Creates networks that are too large for `__init__`; called once before variables are restored."""
 
     def configure_optimizers(self) -> Any:
-        """The optimizer(s) and schedulers, in any of Lightning's forms."""
+        """Gives the optimizers and schedulers.
+
+        Returns:
+            Any of Lightning's forms, with optimizers of `jaxlightning.optim` or optax transformations: one optimizer,
+            a list of them, two lists (optimizers, schedulers), a dict with `"optimizer"` and `"lr_scheduler"` (itself a
+            scheduler or a dict with `"scheduler"`, `"interval"`, `"frequency"`, `"monitor"`, ...), a tuple of such
+            dicts, or None for a run without updates.
+        """
 
     def prepare_data(self) -> None:
         """Downloads and prepares data on one process; assigns no state."""
@@ -71,31 +108,60 @@ class ModuleHooks:
     # --- batches to the device ------------------------------------------------------------------------------------
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Changes a batch on the host, before it goes to the device."""
+        """Changes a batch on the host, before it goes to the device.
+
+        Args:
+            batch: A pytree of numpy arrays; other leaves stay on the host.
+            dataloader_idx: Index of its loader, from 0.
+
+        Returns:
+            The batch to go on with.
+        """
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """Moves a batch; by default it stays numpy, because a compiled call takes it fastest that way."""
+        """Moves a batch; by default it stays numpy, because a compiled call takes it fastest that way.
+
+        Args:
+            batch: What `on_before_batch_transfer` gave.
+            device: The first JAX device of the run.
+            dataloader_idx: Index of its loader, from 0.
+
+        Returns:
+            The batch to go on with.
+        """
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Changes a batch after its transfer."""
+        """Changes a batch after its transfer; arguments and result are as in `on_before_batch_transfer`."""
         return batch
 
     # --- optimization -----------------------------------------------------------------------------------------------
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        """Called before gradients are cleared."""
+        """Called before the gradients of `optimizer` are cleared."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Clears the gradients."""
+        """Clears the gradients.
+
+        Args:
+            epoch: Index of the epoch, from 0.
+            batch_idx: Index of the batch in the epoch, from 0.
+            optimizer: One of `self.optimizers()`.
+        """
         optimizer.zero_grad()
 
     def on_before_backward(self, loss: Any) -> None:
         """Called before gradients are computed."""
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        """Marks the moment at which gradients are computed; the compiled half of the step has them already."""
+        """Marks the moment at which gradients are computed; the compiled half of the step has them already.
+
+        Args:
+            loss: The loss, divided by `accumulate_grad_batches`, an array with one element.
+            *args: Nothing; the place that Lightning keeps for further arguments.
+            **kwargs: Nothing.
+        """
 
     def on_after_backward(self) -> None:
         """Called when gradients are there; `self.trainer._engine.grads` reads and replaces them."""
@@ -106,7 +172,13 @@ class ModuleHooks:
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips the gradients; override to clip in another way."""
+        """Clips the gradients; override to clip in another way.
+
+        Args:
+            optimizer: The optimizer that is to step.
+            gradient_clip_val: The largest norm or absolute value, as given to the trainer; None for no clipping.
+            gradient_clip_algorithm: `"norm"` or `"value"`, as given to the trainer.
+        """
         self.clip_gradients(  # type: ignore[attr-defined]
             optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
         )
@@ -114,11 +186,23 @@ class ModuleHooks:
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Applies an update; an override must call the closure, or `optimizer.step(closure=optimizer_closure)`."""
+        """Applies an update; an override must call the closure, or `optimizer.step(closure=optimizer_closure)`.
+
+        Args:
+            epoch: Index of the epoch, from 0.
+            batch_idx: Index of the batch in the epoch, from 0.
+            optimizer: The optimizer.
+            optimizer_closure: Computes loss and gradients and gives the loss.
+        """
         optimizer.step(closure=optimizer_closure)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Steps a scheduler; `metric` is the monitored value of a plateau scheduler, else None."""
+        """Steps a scheduler.
+
+        Args:
+            scheduler: The scheduler of `configure_optimizers`.
+            metric: The monitored value of a plateau scheduler, else None.
+        """
         if metric is None:
             scheduler.step()
         else:

@@ -154,6 +154,13 @@ class JaxLightningModule(
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `model(x)` and the default `predict_step` compute.
 
+        Args:
+            *args: Whatever the override takes; the default `predict_step` gives the batch.
+            **kwargs: Whatever the override takes.
+
+        Returns:
+            Whatever the override gives.
+
         Raises:
             NotImplementedError: Unless overridden.
         """

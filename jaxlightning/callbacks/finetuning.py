@@ -136,6 +136,11 @@ class BaseFinetuning(Callback):
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         """Unfreeze here what is due.
 
+        Args:
+            pl_module: The module.
+            epoch: Index of the epoch that begins, from 0.
+            optimizer: One of the optimizers; called for each.
+
         Raises:
             NotImplementedError: Unless overridden.
         """
@@ -198,7 +203,15 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Any, params: Any) -> list[str]:
-        """The paths that no group of the optimizer has yet; warns about the others."""
+        """The paths that no group of the optimizer has yet; warns about the others.
+
+        Args:
+            optimizer: The optimizer.
+            params: Paths of parameters.
+
+        Returns:
+            Those that are new to it.
+        """
         paths = list(params)
         fresh = [path for path in paths if optimizer.owns is not None and not optimizer.owns.matches(path)]
         if len(fresh) < len(paths):

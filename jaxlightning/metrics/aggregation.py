@@ -88,13 +88,23 @@ class _Aggregator(Metric):
 
 
 class SumMetric(_Aggregator):
-    """Sum of all values."""
+    """Sum of all values.
+
+    Args:
+        nan_strategy: What becomes of NaN, see `MeanMetric`.
+        **options: See `Metric`.
+    """
 
     _name = "sum_value"
 
 
 class MaxMetric(_Aggregator):
-    """Largest value."""
+    """Largest value.
+
+    Args:
+        nan_strategy: What becomes of NaN, see `MeanMetric`.
+        **options: See `Metric`.
+    """
 
     _name = "max_value"
     _default = -np.inf
@@ -102,7 +112,12 @@ class MaxMetric(_Aggregator):
 
 
 class MinMetric(_Aggregator):
-    """Smallest value."""
+    """Smallest value.
+
+    Args:
+        nan_strategy: What becomes of NaN, see `MeanMetric`.
+        **options: See `Metric`.
+    """
 
     _name = "min_value"
     _default = np.inf
@@ -110,7 +125,16 @@ class MinMetric(_Aggregator):
 
 
 class MeanMetric(_Aggregator):
-    """Weighted mean of all values."""
+    """Weighted mean of all values, `sum(weight * value) / sum(weight)`.
+
+    Args:
+        nan_strategy: `"error"`, `"warn"` or `"ignore"` leave NaN out, and the first two say so when the value is
+            computed (a compiled step cannot); `"disable"` takes it in; a float takes its place.
+        **options: See `Metric`.
+
+    Raises:
+        ValueError: For another `nan_strategy`.
+    """
 
     _name = "mean_value"
 

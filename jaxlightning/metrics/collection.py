@@ -44,7 +44,15 @@ class MetricCollection:
         self.add_metrics(metrics, *additional_metrics)
 
     def add_metrics(self, metrics: Any, *additional_metrics: Metric) -> None:
-        """Add metrics; the arguments are those of the class."""
+        """Add metrics.
+
+        Args:
+            metrics: A metric, a collection, a sequence of them, or a dictionary that names them.
+            *additional_metrics: Further metrics, after one metric or a sequence.
+
+        Raises:
+            ValueError: If further metrics follow a dictionary, or a name is taken.
+        """
         if isinstance(metrics, Mapping):
             if additional_metrics:
                 raise ValueError("Further metrics are taken after a metric or a sequence, not after a dictionary.")

@@ -126,7 +126,14 @@ class Metric:
         self._reductions[name] = dist_reduce_fx
 
     def batch_state(self, *args: Any, **kwargs: Any) -> State:
-        """The state of one batch alone: every name that `add_state` declared, and no other.
+        """The state of one batch alone.
+
+        Args:
+            *args: What `update` and a call take.
+            **kwargs: The same by name.
+
+        Returns:
+            An array for every name that `add_state` declared, and no other.
 
         Raises:
             NotImplementedError: If the class defines neither this nor `update`.
@@ -182,7 +189,15 @@ class Metric:
         return MetricFunctions(init, update, self.merge, self.value_of)
 
     def merge(self, left: State, right: State) -> State:
-        """The state of everything that two states saw."""
+        """The state of everything that two states saw.
+
+        Args:
+            left: A state, as `batch_state` or `merge` gives it.
+            right: Another.
+
+        Returns:
+            Their merged state, by the `dist_reduce_fx` of each name.
+        """
         return {name: _MERGES[fx](left[name], right[name]) for name, fx in self._reductions.items()}
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> State:
@@ -241,7 +256,12 @@ class Metric:
         return value
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Take a batch into the state; cheaper than a call where the batch's own value is not needed."""
+        """Take a batch into the state; cheaper than a call where the batch's own value is not needed.
+
+        Args:
+            *args: What `batch_state` takes.
+            **kwargs: The same by name.
+        """
         batch = self._batch(args, kwargs)
         if not self._give_to_step(batch, None):
             self.absorb(batch)

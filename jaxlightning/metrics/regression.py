@@ -66,6 +66,9 @@ class MeanSquaredError(_MeanError):
         squared: False takes the root of the mean.
         num_outputs: Number of outputs; with 1 all dimensions are flattened.
         **options: See `Metric`.
+
+    Raises:
+        ValueError: If `squared` is no boolean.
     """
 
     _name = "sum_squared_error"
@@ -103,6 +106,9 @@ class R2Score(Metric):
         num_outputs: Number of outputs, the size of the second dimension. torchmetrics finds it in the data; a state in
             a compiled step has a fixed shape.
         **options: See `Metric`.
+
+    Raises:
+        ValueError: If `adjusted` or `multioutput` is out of range.
     """
 
     def __init__(
@@ -124,6 +130,12 @@ class R2Score(Metric):
         Args:
             preds: Shape [N] or [N, outputs].
             target: The same shape.
+
+        Returns:
+            Sums over the rows, float32, shape [outputs] (or () for one), and the number of rows, int32.
+
+        Raises:
+            ValueError: If the shapes differ, or are not such.
         """
         preds, target = floating(preds), floating(target)
         same_shape(preds, target, "R2Score")

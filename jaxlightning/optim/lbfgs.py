@@ -30,6 +30,9 @@ class LBFGS(Optimizer):
         history_size: Pairs of differences to keep.
         line_search_fn: None or `"strong_wolfe"`.
         maximize: Whether to climb.
+
+    Raises:
+        ValueError: For several parameter groups, or an option that is out of range.
     """
 
     _hyper_fields = ("lr",)
