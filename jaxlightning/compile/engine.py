@@ -112,8 +112,11 @@ class Engine(EngineTraining):
         self.manual.reset()
         self.reset_optimizer_states()
         for handle in self.binding.optimizers:
-            handle.bind(get_state=functools.partial(self.opt_state_live, handle), **self.manual.words(handle))
-            handle._get_skipped = self.skipped_updates if self.binding.skips_updates else None
+            handle.bind(
+                get_state=functools.partial(self.opt_state_live, handle),
+                get_skipped=self.skipped_updates if self.binding.skips_updates else None,
+                **self.manual.words(handle),
+            )
         self._forget(keep_evaluation=True)
         if self.variants.reports is not None:
             self.variants.reports.optimizers_changed()

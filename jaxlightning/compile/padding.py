@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlightning.compile.batch_mask import PaddedBatch
-from jaxlightning.compile.engine import Engine, StepOutput
+from jaxlightning.compile.engine import Engine
 from jaxlightning.compile.repeated_step import RepeatedStep
+from jaxlightning.compile.step_output import StepOutput, real_rows
 from jaxlightning.metrics._batch_size import first_batch_size
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
@@ -134,21 +135,6 @@ def _odd_leaf(batch: Any, position: int, length: int, rows: int, stage: str) -> 
     )
 
 
-def _cut(arrays: Any, size: int, rows: int) -> list[Any]:
-    """The arrays with their padded rows cut off, where the first axis is the batch's."""
-    return [array[:rows] if array.ndim and array.shape[0] == size else array for array in arrays]
-
-
-class _Cut:
-    """How to rebuild a return value whose arrays have padded rows."""
-
-    def __init__(self, tree: Any, size: int, rows: int) -> None:
-        self._tree, self._size, self._rows = tree, size, rows
-
-    def rebuild(self, arrays: Any) -> Any:
-        return self._tree.rebuild(_cut(arrays, self._size, self._rows))
-
-
 class _PaddedRepeatedStep(RepeatedStep):
     """Pads what it runs."""
 
@@ -206,9 +192,9 @@ class PaddingEngine(Engine):
         size = len(padded.mask)
         self._short = None if rows == size else (size, rows)
         out = run(padded, *args, **kwargs)
-        if rows != size and out._tree is not None:
-            out._tree = _Cut(out._tree, size, rows)
+        if rows != size:
+            out.shorten(size, rows)
         return out
 
     def _real_rows(self, arrays: Any) -> Any:
-        return arrays if self._short is None else _cut(arrays, *self._short)
+        return arrays if self._short is None else real_rows(arrays, *self._short)

@@ -6,7 +6,18 @@ from typing import Any
 
 from jaxlightning.compile.log_plan import LogPlan
 
-__all__ = ["StepOutput"]
+__all__ = ["StepOutput", "real_rows"]
+
+
+def real_rows(arrays: Any, size: int, rows: int) -> list[Any]:
+    """The arrays with their padded rows cut off, where the first axis is the batch's.
+
+    Args:
+        arrays: Device arrays.
+        size: Rows of the padded batch.
+        rows: How many of them are real.
+    """
+    return [array[:rows] if array.ndim and array.shape[0] == size else array for array in arrays]
 
 
 class StepOutput:
@@ -38,3 +49,18 @@ class StepOutput:
     def outputs(self) -> Any:
         """The user's return value with device arrays (training: `{"loss": loss/N, ...}`), None when not asked for."""
         return None if self._tree is None else self._tree.rebuild(self._arrays, self._leaves)
+
+    def shorten(self, size: int, rows: int) -> None:
+        """Leaves padded rows out of `outputs`; see `real_rows`."""
+        if self._tree is not None:
+            self._tree = _Shortened(self._tree, size, rows)
+
+
+class _Shortened:
+    """How to rebuild a return value whose arrays have padded rows."""
+
+    def __init__(self, tree: Any, size: int, rows: int) -> None:
+        self._tree, self._size, self._rows = tree, size, rows
+
+    def rebuild(self, arrays: Any, leaves: Any = None) -> Any:
+        return self._tree.rebuild(real_rows(arrays, self._size, self._rows), leaves)

@@ -51,7 +51,7 @@ class OptimizerHandle:
         self._zero_grad: Callable[[], None] | None = None
         self._get_state: Callable[[], Any] | None = None
         self._toggle: Callable[[OptimizerHandle, bool], None] | None = None
-        self._get_skipped: Callable[[], int] | None = None  # updates left out on the device; reads it
+        self._get_skipped: Callable[[], int] | None = None
 
     # --- for the engine -----------------------------------------------------------------------------------------
 
@@ -123,6 +123,7 @@ class OptimizerHandle:
         zero_grad: Callable[[], None] | None = None,
         get_state: Callable[[], Any] | None = None,
         toggle: Callable[[OptimizerHandle, bool], None] | None = None,
+        get_skipped: Callable[[], int] | None = None,
     ) -> None:
         """Gives the user's words their meaning for the time of a run.
 
@@ -131,8 +132,10 @@ class OptimizerHandle:
             zero_grad: Called by `zero_grad()`.
             get_state: Returns the current optimizer state.
             toggle: Called with `(handle, True)` and `(handle, False)` around `toggle_model()`.
+            get_skipped: Returns how many updates the device left out; it reads the device.
         """
         self._step, self._zero_grad, self._get_state, self._toggle = step, zero_grad, get_state, toggle
+        self._get_skipped = get_skipped
 
     # --- for the user -------------------------------------------------------------------------------------------
 
