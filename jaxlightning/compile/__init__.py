@@ -2,8 +2,10 @@
 
 - `networks`, `nnx_networks`, `foreign_networks`, `binding`: networks on a module, bound to the variables of a trace
 - `trace`, `effects`, `explain`: what a step reads, logs and must not do
-- `run_step`, `core`, `packing`, `state`: one run of a step, and the pure step functions
-- `variants`, `creation`, `engine_state`, `engine_logs`, `engine`: compiled steps and the state carried between them
+- `run_step`, `differentiation`, `core`, `packing`, `state`: one run of a step, and the pure step functions
+- `flat_steps`, `variants`, `compiled_step`, `creation`: from pure functions to compiled calls
+- `engine` and the `engine_*` that it is made of: compiled steps and the state carried between them
+- `manual*`: the same for modules that optimize by themselves
 - `functional`: the same pure functions for people with a loop of their own
 """
 

@@ -15,21 +15,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlightning.compile import packing, precision
-from jaxlightning.compile.attributes import TracedAttributes, same_carried
+from jaxlightning.compile import packing
+from jaxlightning.compile.attributes import same_carried
+from jaxlightning.compile.differentiation import gradients, nothing
 from jaxlightning.compile.freezing import Frozen, frozen_of, keep_frozen, keep_statistics, without_frozen
 from jaxlightning.compile.guarded_update import device_logs, guarded_update
-from jaxlightning.compile.host_attributes import HostAttributes
-from jaxlightning.compile.host_random import generator_states
 from jaxlightning.compile.manual import manual_train_step
 from jaxlightning.compile.manual_eager import eager_train_step
 from jaxlightning.compile.manual_events import ManualOptions
 from jaxlightning.compile.paths import flatten, merge, select
-from jaxlightning.compile.replay import HostEffects, Replay
-from jaxlightning.compile.run_step import OutputTree, StepInfo, is_array, run_user_step, step_key
+from jaxlightning.compile.replay import Replay
+from jaxlightning.compile.run_step import OutputTree, StepInfo, run_user_step, step_key
 from jaxlightning.compile.state import TrainState
-from jaxlightning.compile.trace import LogEntry, Scalars, Trace
-from jaxlightning.compile.writes import Snapshot, as_it_was
+from jaxlightning.compile.trace import Scalars, Trace
+from jaxlightning.compile.traced_state import attribute_values, take_effects, traced_attributes, traced_numbers
 from jaxlightning.optim import Optimizer, clip_gradients
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
@@ -67,183 +66,17 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Static choices of an evaluation or prediction variant."""
+    """Static choices of an evaluation or prediction variant.
+
+    Attributes:
+        stage: `"validate"`, `"test"`, `"sanity_check"` or `"predict"`.
+        dataloader_idx: Index of the loader from 0, None when there is only one.
+        outputs: The return value of the step is wanted.
+    """
 
     stage: str
     dataloader_idx: int | None = None
     outputs: bool = False
-
-
-def _normalise_loss(result: Any, where: str) -> tuple[Any, dict[str, Any]]:
-    """The loss and the further entries of a training step's return value; loss None means "skip"."""
-    if result is None:
-        return None, {}
-    extras: dict[str, Any] = {}
-    loss = result
-    if isinstance(result, dict):
-        if "loss" not in result:
-            raise MisconfigurationException(
-                f"`{where}` returned a dict without the key 'loss' (it has {sorted(map(str, result))}). In automatic "
-                "optimization a dict must hold the scalar to minimise under 'loss'."
-            )
-        loss = result["loss"]
-        extras = {key: value for key, value in result.items() if key != "loss"}
-    if any(c.__module__.split(".")[0] == "torch" for c in type(loss).__mro__):
-        raise TypeError(
-            f"`{where}` returned a torch tensor. The step must return a JAX array: compute the loss with jax.numpy / "
-            "optax "
-            "from the arrays of the batch."
-        )
-    if not is_array(loss):
-        raise MisconfigurationException(
-            f"In automatic optimization `{where}` must return a scalar array, a dict with 'loss', or None (to skip the "
-            f"update). Received: {type(loss).__name__} {loss!r:.80}."
-        )
-    if loss.size != 1:
-        raise RuntimeError(
-            f"`{where}` returned a loss of shape {tuple(loss.shape)}; a gradient needs a scalar. Reduce it: "
-            "`loss.mean()`."
-        )
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise RuntimeError(
-            f"`{where}` returned a loss of dtype {loss.dtype}; a gradient needs a real floating-point scalar."
-        )
-    return loss.reshape(()), extras
-
-
-@dataclass
-class Differentiated:
-    """One training batch, differentiated.
-
-    Attributes:
-        loss: The loss, None when the step returned None.
-        extras: Further entries of the step's return value.
-        grads: Gradients of the owned parameters, None when there is nothing to differentiate.
-        variables: Updated collections of the networks.
-        written: Parameters that the step assigned, by network.
-        attributes: Updated attributes that are carried.
-        logs: Calls of `self.log`.
-        effects: The arrays of what is repeated on the host; `StepInfo.effects` says what is done with them.
-        value_fn: The loss as a function of the owned parameters.
-    """
-
-    loss: Any
-    extras: dict[str, Any]
-    grads: Any
-    variables: dict[str, Any]
-    written: dict[str, Any]
-    attributes: dict[str, Any]
-    logs: list[LogEntry]
-    effects: tuple[Any, ...]
-    value_fn: Callable[[Any], Any]
-
-
-def gradients(
-    binding: Binding,
-    params: dict[str, Any],
-    variables: dict[str, Any],
-    attributes: dict[str, Any],
-    batch: Any,
-    scalars: Scalars,
-    seed: Any,
-    info: StepInfo,
-    *,
-    owned: Callable[[str], bool] | None,
-    scaler: Any = None,
-) -> Differentiated:
-    """Loss and gradients of one training batch.
-
-    With a loss scale (`scaler`) the scaled loss is differentiated; gradients and loss come back without it.
-    """
-    where = f"{type(binding.module).__name__}.training_step"
-    trainable = params if owned is None else select(params, owned)
-    metas: list[LogEntry] = []
-    strict = binding.jit
-
-    def run(train_params: Any, silent: bool, record: bool) -> tuple[Any, Trace]:
-        full = train_params if owned is None else merge(params, train_params)
-        trace = Trace(
-            kind="train", key=step_key(seed, scalars.micro_step, "train"), scalars=scalars,
-            params=dict(full), variables=dict(variables), silent=silent, attributes=_carried(binding, attributes),
-            numbers=_numbers(info, silent), differentiated=True,
-        )  # fmt: skip
-        return run_user_step(binding, trace, batch, info if record else None, strict=strict), trace
-
-    # Run eagerly, the step's own writes are there before it is run again for gradients.
-    start = [] if strict else [Snapshot(owner, prefix) for prefix, owner in binding.owners.items()]
-    generators = None if strict else generator_states()
-
-    def loss_fn(train_params: Any, silent: bool = False, record: bool = True) -> tuple[Any, Any]:
-        with as_it_was(start if silent else [], generators if silent else None):
-            result, trace = run(train_params, silent, record)
-        loss, extras = _normalise_loss(result, where)
-        if not silent:
-            metas[:] = trace.logs
-        logged = [(entry.value, entry.weight) for entry in trace.logs]
-        if loss is None:
-            raise _SkippedError(trace, extras)
-        loss = binding.precision.convert_output(loss)
-        output = OutputTree(extras)
-        effects = _leave(info, trace)
-        aux = (loss, trace.variables, trace.written, _values(trace), logged, effects, output.detach(), _Static(output))
-        return precision.scale_loss(scaler, loss), aux
-
-    def scaled_fn(train_params: Any) -> Any:
-        return loss_fn(train_params, silent=True, record=False)[0]
-
-    def value_fn(train_params: Any) -> Any:
-        return loss_fn(train_params, silent=True, record=False)[1][0]
-
-    info.skipped = False
-    try:
-        if not binding.jit:
-            # Once concretely, for effects and for a person at a breakpoint; once silently, for gradients.
-            _, (loss, variables, written, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
-            grads = (
-                jax.grad(scaled_fn)(trainable)
-                if jax.tree_util.tree_leaves(trainable) and owned is not _nothing
-                else None
-            )
-        elif owned is _nothing:
-            _, (loss, variables, written, attributes, logged, effects, extra_arrays, static) = loss_fn(trainable)
-            grads = None
-        else:
-            (_, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(trainable)
-            loss, variables, written, attributes, logged, effects, extra_arrays, static = aux
-    except _SkippedError as skipped:
-        info.skipped = True
-        trace = skipped.trace
-        if binding.jit and owned is not _nothing:
-            # Values of the differentiated run die with it; run once more without differentiation.
-            trace = _skipped_again(loss_fn, trainable)
-        return Differentiated(
-            None, {}, None, trace.variables, trace.written, _values(trace), list(trace.logs), _leave(info, trace),
-            value_fn,
-        )  # fmt: skip
-    logs = [LogEntry(entry.meta, value, weight) for entry, (value, weight) in zip(metas, logged, strict=True)]
-    extras = static.output.rebuild(extra_arrays)
-    grads = precision.unscale(scaler, grads)
-    return Differentiated(loss, extras, grads, variables, written, attributes, logs, effects, value_fn)
-
-
-def _skipped_again(loss_fn: Callable[[Any], Any], trainable: Any) -> Trace:
-    try:
-        loss_fn(trainable)
-    except _SkippedError as skipped:
-        return skipped.trace
-    raise RuntimeError("`training_step` returned None in one trace and a loss in the next, with the same inputs.")
-
-
-def _carried(binding: Binding, attributes: dict[str, Any]) -> TracedAttributes | None:
-    return TracedAttributes(attributes, binding.engine) if binding.jit else None
-
-
-def _numbers(info: StepInfo, silent: bool) -> HostAttributes | None:
-    return None if info.host is None else HostAttributes(info.host, silent=silent)
-
-
-def _values(trace: Trace) -> dict[str, Any]:
-    return {} if trace.attributes is None else trace.attributes.values
 
 
 def _write_back(binding: Binding, trace: Trace) -> None:
@@ -254,36 +87,6 @@ def _write_back(binding: Binding, trace: Trace) -> None:
     changed = {path: value for path, value in trace.attributes.values.items() if not same_carried(start[path], value)}
     if changed:
         trace.replays.insert(0, Replay("carried attributes", changed, binding.engine.set_attributes, state=True))
-
-
-def _leave(info: StepInfo, trace: Trace) -> tuple[Any, ...]:
-    """The arrays of what a step wants done on the host; what that is goes to `info`."""
-    if trace.silent:
-        return ()
-    effects = HostEffects(trace.replays)
-    info.effects = effects if effects else None
-    info.needs_host = info.needs_host or info.effects is not None
-    return effects.detach()
-
-
-class _SkippedError(Exception):
-    """The training step returned None; carries the trace out of `value_and_grad`."""
-
-    def __init__(self, trace: Trace, extras: dict[str, Any]) -> None:
-        super().__init__("skipped")
-        self.trace = trace
-
-
-@jax.tree_util.register_static
-class _Static:
-    """Carries a Python object through `value_and_grad`'s auxiliary output."""
-
-    def __init__(self, output: OutputTree) -> None:
-        self.output = output
-
-
-def _nothing(_path: str) -> bool:
-    return False
 
 
 def update(
@@ -351,12 +154,19 @@ def train_step(
     """
     if options.manual is not None:
         run = manual_train_step if binding.jit else eager_train_step
-        carried = _carried(binding, state.attributes)
+        carried = traced_attributes(binding, state.attributes)
         new, values, states, returned, flags, trace = run(
-            binding, table, info, options, state, carried, _numbers(info, False), batch, scalars, seed, floats
+            binding, table, info, options, state, carried, traced_numbers(info, False), batch, scalars, seed, floats
         )
-        return new.replace(attributes=_values(trace)), values, states, returned, flags, _leave(info, trace)
-    owned = _nothing if not binding.optimizers else binding.owned
+        return (
+            new.replace(attributes=attribute_values(trace)),
+            values,
+            states,
+            returned,
+            flags,
+            take_effects(info, trace),
+        )
+    owned = nothing if not binding.optimizers else binding.owned
     old = state
     policy = binding.precision
     frozen = frozen_of(binding, state.params, state.variables)
@@ -420,7 +230,7 @@ def _trainable(
     def trained(path: str) -> bool:
         return path not in frozen.params and (owned is None or owned(path))
 
-    return trained if any(trained(path) for path in flatten(params)) else _nothing
+    return trained if any(trained(path) for path in flatten(params)) else nothing
 
 
 def _accumulate(state: TrainState, grads: Any, floats: Any, options: TrainOptions) -> tuple[TrainState, Any]:
@@ -471,8 +281,8 @@ def eval_step(
     scalars = dataclasses.replace(scalars, dataloader_idx=options.dataloader_idx)
     trace = Trace(
         kind=options.stage, key=step_key(seed, scalars.micro_step, options.stage), scalars=scalars,
-        params=dict(params), variables=dict(variables), attributes=_carried(binding, attributes),
-        numbers=_numbers(info, False),
+        params=dict(params), variables=dict(variables), attributes=traced_attributes(binding, attributes),
+        numbers=traced_numbers(info, False),
     )  # fmt: skip
     result = run_user_step(binding, trace, binding.precision.convert_input(batch), info, strict=binding.jit)
     _write_back(binding, trace)
@@ -484,4 +294,4 @@ def eval_step(
     if options.outputs:
         output = OutputTree(result)
         arrays, info.outputs = output.detach(), output
-    return acc, values, packing.states_of(trace.logs), arrays, _leave(info, trace)
+    return acc, values, packing.states_of(trace.logs), arrays, take_effects(info, trace)
