@@ -17,16 +17,20 @@ def shown_messages() -> Iterator[None]:
     own for the logger: what is shown is then the program's business.
     """
     log = logging.getLogger("jaxlightning")
-    if log.hasHandlers() or log.level != logging.NOTSET:
+    if log.hasHandlers() or log.level != logging.NOTSET or not log.propagate:
         yield
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    # A library may give the root logger a handler in the middle of a run (absl does so when Orbax is imported), which
+    # would say every line once more.
+    log.propagate = False
     try:
         yield
     finally:
         log.removeHandler(handler)
         handler.close()
         log.setLevel(logging.NOTSET)
+        log.propagate = True
