@@ -196,8 +196,11 @@ def commit(payload: Payload, target: str | os.PathLike[str], options: dict[str, 
     handlers[_layout.METADATA_ITEM] = ocp.JsonCheckpointHandler(filename=_layout.METADATA_FILE)
     arguments[_layout.METADATA_ITEM] = ocp.args.JsonSave(payload.metadata)
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
-            checkpointer.save(staged, args=ocp.args.Composite(**arguments))
+        with (
+            _layout.plainly_named(final.parent) as folder,
+            ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer,
+        ):
+            checkpointer.save(folder / staged.name, args=ocp.args.Composite(**arguments))
         # Orbax's notes for storage without renames; they name this machine's directories and nobody reads them here.
         for note in staged.rglob("commit_success.txt"):
             note.unlink()
@@ -367,8 +370,11 @@ class StoredCheckpoint:
                     raise CheckpointError(f"The metadata of {self.path} places two arrays of {item!r} at one path.")
             node[path[-1]] = ocp.RestoreArgs(restore_type=np.ndarray)
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                return checkpointer.restore(directory, args=ocp.args.PyTreeRestore(restore_args=arguments))
+            with (
+                _layout.plainly_named(directory) as plain,
+                ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+            ):
+                return checkpointer.restore(plain, args=ocp.args.PyTreeRestore(restore_args=arguments))
         except Exception as error:  # Orbax and tensorstore raise many kinds
             raise CheckpointError(f"The item {item!r} of {self.path} cannot be read: {error}") from error
 

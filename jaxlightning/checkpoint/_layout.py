@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ METADATA_FILE = "metadata.json"
 STAGED = re.compile(r"\.saving-[0-9a-f]{8}$")
 _REPLACED = re.compile(r"\.replaced-[0-9a-f]{8}$")
 _ORBAX_TEMPORARY = re.compile(r"\.orbax-checkpoint-tmp(-\d+)?$")
+_PATTERN = re.compile(r"[*?\[\]{}]")
 _MAX_METADATA_BYTES = 1 << 30
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]+://")
 
@@ -39,12 +41,35 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 def staging_path(target: Path) -> Path:
     """Return a fresh name beside ``target`` to write to."""
-    return target.with_name(staging_name(target.name))
+    # A name with brackets would be a pattern for Orbax (see `plainly_named`).
+    return target.with_name(staging_name("checkpoint.ckpt" if _PATTERN.search(target.name) else target.name))
 
 
 def staging_name(name: str) -> str:
     """Return a fresh name that `STAGED` knows."""
     return f"{name}.saving-{uuid.uuid4().hex[:8]}"
+
+
+@contextlib.contextmanager
+def plainly_named(directory: Path) -> Iterator[Path]:
+    """Give a directory a name in which nothing looks like a pattern, for as long as the context lasts.
+
+    Orbax looks for files by patterns that contain the directory: below `runs/lr=[1,2]` it would find nothing, and a
+    checkpoint would be written without its data.
+
+    Args:
+        directory: The directory, which exists.
+
+    Yields:
+        The directory itself, or a link to it.
+    """
+    if not _PATTERN.search(str(directory)):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxlightning-") as folder:
+        link = Path(folder, "directory")
+        link.symlink_to(directory, target_is_directory=True)
+        yield link
 
 
 def make_durable(directory: Path) -> None:

@@ -105,8 +105,11 @@ def _read_plain(given: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_dir():
         _layout.verify(path)
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.restore(path.resolve())
+        with (
+            _layout.plainly_named(path.resolve()) as plain,
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
+            tree = checkpointer.restore(plain)
     except Exception as error:  # Orbax raises many kinds
         raise CheckpointError(f"{path} is neither a checkpoint of jaxlightning nor an Orbax tree: {error}") from error
     if not isinstance(tree, Mapping):

@@ -326,3 +326,15 @@ def test_a_damaged_or_hostile_checkpoint_is_an_error(saved, kind):
     with pytest.raises(CheckpointError):
         read_all(saved)
     assert {f for f in Path(saved.parent).rglob("*") if saved not in f.parents and f != saved} == outside
+
+
+@pytest.mark.parametrize("name", ["lr=[1,2]/a.ckpt", "x/a[0]*?{b}.ckpt", "a b/ü=%20'.ckpt", "[!x]/{y}.ckpt"])
+def test_names_that_look_like_patterns_are_only_names(tmp_path, name):
+    path = tmp_path / name
+    tree = {"w": np.arange(6.0), "layer": {"b": np.ones(2)}}
+    for _ in range(2):  # also in place of an older one
+        save(path, trees={"params": tree})
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    back = _io.StoredCheckpoint(path).tree("params")
+    assert back["w"].tolist() == tree["w"].tolist()
+    assert back["layer"]["b"].tolist() == [1, 1]
