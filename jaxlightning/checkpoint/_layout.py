@@ -29,7 +29,7 @@ METADATA_FILE = "metadata.json"
 STAGED = re.compile(r"\.saving-[0-9a-f]{8}$")
 _REPLACED = re.compile(r"\.replaced-[0-9a-f]{8}$")
 _ORBAX_TEMPORARY = re.compile(r"\.orbax-checkpoint-tmp(-\d+)?$")
-_PATTERN = re.compile(r"[*?\[\]{}]")
+PATTERN = re.compile(r"[*?\[\]{}]")
 _MAX_METADATA_BYTES = 1 << 30
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]+://")
 
@@ -42,7 +42,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 def staging_path(target: Path) -> Path:
     """Return a fresh name beside ``target`` to write to."""
     # A name with brackets would be a pattern for Orbax (see `plainly_named`).
-    return target.with_name(staging_name("checkpoint.ckpt" if _PATTERN.search(target.name) else target.name))
+    return target.with_name(staging_name("checkpoint.ckpt" if PATTERN.search(target.name) else target.name))
 
 
 def staging_name(name: str) -> str:
@@ -63,7 +63,7 @@ def plainly_named(directory: Path) -> Iterator[Path]:
     Yields:
         The directory itself, or a link to it.
     """
-    if not _PATTERN.search(str(directory)):
+    if not PATTERN.search(str(directory)):
         yield directory
         return
     with tempfile.TemporaryDirectory(prefix="jaxlightning-") as folder:

@@ -7,6 +7,7 @@ one is no checkpoint. What is read is fetched as a whole before anything in it i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import shutil
@@ -82,8 +83,8 @@ def send(local: Path, target: str | os.PathLike[str], options: dict[str, Any] | 
             # A kill from here on leaves the whole new checkpoint under its staging name; `settle` puts it in place.
             _move(fs, staged, final)
     except BaseException:
-        if not fs.exists(posixpath.join(place, _layout.COMMIT_FILE)) and fs.exists(place):
-            fs.rm(place, recursive=True)
+        if not _is_committed(fs, place) and fs.exists(place):
+            _remove_all(fs, place)
         raise
     fs.invalidate_cache()
 
@@ -251,7 +252,7 @@ def _move(fs: Any, staged: str, final: str) -> None:
     for name in sorted(map(str, fs.find(staged)), key=lambda name: posixpath.basename(name) == _layout.COMMIT_FILE):
         place = posixpath.join(final, posixpath.relpath(name, staged))
         fs.makedirs(posixpath.dirname(place), exist_ok=True)
-        fs.copy(name, place)
+        fs.cp_file(name, place)  # `copy` would take brackets in a name for a pattern
     if not fs.exists(marker):
         raise IncompleteCheckpointError(f"{staged} changed while it was moved to {final}.")
     _delete(fs, staged)
@@ -296,4 +297,18 @@ def _delete(fs: Any, inner: str) -> None:
     if fs.exists(marker):
         fs.rm_file(marker)
     if fs.exists(inner):
+        _remove_all(fs, inner)
+
+
+def _remove_all(fs: Any, inner: str) -> None:
+    if not _layout.PATTERN.search(inner):
         fs.rm(inner, recursive=True)
+        return
+    # `rm` would take the name for a pattern and find nothing, or something else.
+    for name, entry in sorted(fs.find(inner, withdirs=True, detail=True).items(), reverse=True):
+        if entry["type"] == "directory":
+            fs.rmdir(name)
+        else:
+            fs.rm_file(name)
+    with contextlib.suppress(OSError):  # object stores have no directories
+        fs.rmdir(inner)

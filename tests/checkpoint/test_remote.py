@@ -223,6 +223,20 @@ def test_paths_there_are_relative_so_that_a_run_can_be_moved(remote: str, tmp_pa
     assert set(names(f"{remote}/moved/ck")) >= {"last.ckpt", again.best_model_path.rpartition("/")[2]}
 
 
+def test_names_that_look_like_patterns_are_only_names_there_too(remote: str, tmp_path: Path) -> None:
+    t = trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
+    module = Scripted()
+    t.fit(module)
+    for name in ("lr=[1,2]/a.ckpt", "lr=1/a.ckpt"):
+        for _ in range(2):  # the second one replaces the first
+            t.save_checkpoint(f"{remote}/{name}")
+    assert same(weights(Scripted.load_from_checkpoint(f"{remote}/lr=[1,2]/a.ckpt")), weights(module))
+    assert names(f"{remote}/lr=[1,2]") == ["a.ckpt"]
+    t._checkpoint_connector.remove_checkpoint(f"{remote}/lr=[1,2]/a.ckpt")
+    assert names(f"{remote}/lr=[1,2]") == []
+    assert names(f"{remote}/lr=1") == ["a.ckpt"]
+
+
 def test_a_requeued_job_finds_its_checkpoint_there(remote: str, tmp_path: Path) -> None:
     t = trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
     t.fit(Scripted())
@@ -265,6 +279,7 @@ def test_an_s3_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         test_a_run_there_goes_on_by_itself("s3://bucket/root")
         test_there_too_only_whole_commits_count("s3://bucket/damaged")
         test_paths_there_are_relative_so_that_a_run_can_be_moved("s3://bucket/paths", tmp_path)
+        test_names_that_look_like_patterns_are_only_names_there_too("s3://bucket/patterns", tmp_path)
     finally:
         server.stop()
         fsspec.filesystem("s3").clear_instance_cache()
