@@ -27,6 +27,7 @@ METADATA_ITEM = "metadata"
 METADATA_FILE = "metadata.json"
 
 STAGED = re.compile(r"\.saving-[0-9a-f]{8}$")
+_DELETED = re.compile(r"\.deleting-[0-9a-f]{8}$")
 _REPLACED = re.compile(r"\.replaced-[0-9a-f]{8}$")
 _ORBAX_TEMPORARY = re.compile(r"\.orbax-checkpoint-tmp(-\d+)?$")
 PATTERN = re.compile(r"[*?\[\]{}]")
@@ -162,7 +163,16 @@ def delete_checkpoint(path: Path, *, within: Path | None = None) -> None:
     if not path.is_symlink() and path.exists() and not (path / COMMIT_FILE).is_file():
         rank_zero_warn(f"{path} was to be deleted as an old checkpoint, but it is none; it was left alone.")
         return
-    delete_tree(path)
+    if path.is_dir() and not path.is_symlink():
+        # Under another name first: a kill in between must not leave half a checkpoint under this one.
+        doomed = path.with_name(f"{path.name}.deleting-{uuid.uuid4().hex[:8]}")
+        try:
+            os.rename(path, doomed)
+        except OSError:  # the folder may not be writable, for instance
+            doomed = path
+        delete_tree(doomed)
+    else:
+        delete_tree(path)
     if within is not None:
         folder = path.parent
         while within in folder.parents:
@@ -197,7 +207,7 @@ def clean_up(directory: Path) -> list[Path]:
             else:
                 shutil.rmtree(entry, ignore_errors=True)
             touched.append(entry)
-        elif STAGED.search(entry.name) or _ORBAX_TEMPORARY.search(entry.name):
+        elif STAGED.search(entry.name) or _DELETED.search(entry.name) or _ORBAX_TEMPORARY.search(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
             touched.append(entry)
     return touched

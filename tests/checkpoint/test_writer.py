@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxlightning.checkpoint import _io
+from jaxlightning.checkpoint import _io, _layout, newest_checkpoint
 from jaxlightning.checkpoint._writer import CheckpointWriter
 
 
@@ -106,6 +106,25 @@ def test_a_link_is_relative_and_replaced_in_one_step(tmp_path):
     assert _io.StoredCheckpoint(tmp_path / "last.ckpt").body() == {"name": "b.ckpt"}
 
 
+def test_a_kill_during_a_deletion_leaves_nothing_under_the_name(tmp_path, monkeypatch):
+    writer = CheckpointWriter(background=False)
+    writer.save(payload(tmp_path / "a.ckpt"), tmp_path / "a.ckpt")
+
+    def killed(path, **options):
+        (path / "_CHECKPOINT_METADATA").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_layout.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            writer.remove(tmp_path / "a.ckpt")
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("a.ckpt.deleting-")
+    assert not writer.exists(tmp_path / "a.ckpt")
+    assert newest_checkpoint(tmp_path) is None  # and it is cleaned up, without a warning
+    assert not list(tmp_path.iterdir())
+
+
 def test_only_checkpoints_are_deleted(tmp_path):
     writer = CheckpointWriter(background=False)
     (tmp_path / "thesis").mkdir()
@@ -129,7 +148,7 @@ def test_the_end_of_the_interpreter_waits_for_what_is_being_written(tmp_path):
     """google/orbax#605: a script that ends right after an asynchronous save lost it and exited with 0."""
     code = """
         import sys, time, numpy as np
-        from jaxlightning.checkpoint import _io
+        from jaxlightning.checkpoint import _io, _layout, newest_checkpoint
         from jaxlightning.checkpoint._writer import CheckpointWriter
         writer = CheckpointWriter(background=True)
         path = sys.argv[1] + "/a.ckpt"
