@@ -239,7 +239,8 @@ class CheckpointConnector:
         name = path[1] if len(path) > 1 else "?"
         self._warnings.warn(
             f"Attribute {name!r} of the hyper-parameters cannot be written to a checkpoint (it is {describe(value)}): "
-            f"its description is stored, and it must be given again, as in `load_from_checkpoint(path, {name}=...)`. "
+            f"its description is stored, and unless it is what the class itself names (a default, or a member of an "
+            f"enumeration in the annotation) it must be given again, as in `load_from_checkpoint(path, {name}=...)`. "
             f"You can suppress this warning by setting `self.save_hyperparameters(ignore=[{name!r}])`.",
             key=f"{path[0]}/{name}",
         )

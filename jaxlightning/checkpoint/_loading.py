@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import typing
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +16,7 @@ from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.hparams import load_hparams_from_tags_csv, load_hparams_from_yaml
 from jaxlightning.utilities.parsing import parse_class_init_keys
 from jaxlightning.utilities.rank_zero import rank_zero_warn
-from jaxlightning.utilities.serialization import Unwritten
+from jaxlightning.utilities.serialization import Unwritten, describe
 
 T = TypeVar("T")
 
@@ -131,6 +133,12 @@ def _build(
         arguments = {argument: {k: v for k, v in saved.items() if k not in overrides or k not in accepted}, **overrides}
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in accepted}
+    arguments = {
+        name: _recognized(value, parameters[name], cls)
+        if isinstance(value, Unwritten) and name in parameters
+        else value
+        for name, value in arguments.items()
+    }
     lost = {name: found for name, value in arguments.items() if (found := _unwritten(value)) is not None}
     if lost:
         listing = ", ".join(f"{name} (it was {value.text})" for name, value in lost.items())
@@ -140,6 +148,34 @@ def _build(
             f"given again: {listing}. Call `{cls.__name__}.load_from_checkpoint({os.fspath(path)!r}, {call})`."
         )
     return cls(**arguments)
+
+
+def _recognized(value: Unwritten, parameter: inspect.Parameter, cls: type[Any]) -> Any:
+    """Return what a description can only stand for, seen from the code of the class; otherwise the description.
+
+    A checkpoint names no class or function that is imported, but the class that is built names some itself: a default
+    that is a function, a type or a member of an enumeration, and an enumeration as the annotation of an argument.
+    """
+    candidates = [parameter.default]
+    for kind in (type(parameter.default), *_types(parameter, cls)):
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            candidates.extend(kind)
+    for candidate in candidates:
+        unique = isinstance(candidate, Enum) or (
+            callable(candidate) and "<" not in getattr(candidate, "__qualname__", "<")
+        )
+        if unique and (describe(candidate), type(candidate).__name__) == (value.text, value.type_name):
+            return candidate
+    return value
+
+
+def _types(parameter: inspect.Parameter, cls: type[Any]) -> tuple[Any, ...]:
+    """Return the types that the annotation of an argument allows; none when Python cannot tell."""
+    try:
+        annotation = typing.get_type_hints(cls.__init__).get(parameter.name)
+    except Exception:  # a name that exists for type checkers only, for instance
+        return ()
+    return (annotation, *typing.get_args(annotation))
 
 
 def _unwritten(value: Any) -> Unwritten | None:

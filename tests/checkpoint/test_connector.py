@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import os
@@ -283,11 +284,11 @@ def test_what_cannot_be_written_is_warned_about_once_and_must_be_given_again(tmp
             self.save_hyperparameters()
 
     t = trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
-    t.fit(Activated())
+    t.fit(Activated(nn.tanh))
     with pytest.warns(UserWarning, match="Attribute 'activation' of the hyper-parameters cannot be written"):
         t.save_checkpoint(tmp_path / "a.ckpt")
     t.save_checkpoint(tmp_path / "b.ckpt")  # said once: a second warning would be an error here
-    assert "relu" in (tmp_path / "a.ckpt" / "metadata" / "metadata.json").read_text()
+    assert "tanh" in (tmp_path / "a.ckpt" / "metadata" / "metadata.json").read_text()
     with pytest.raises(MisconfigurationException, match=r"activation=\.\.\."):
         Activated.load_from_checkpoint(tmp_path / "a.ckpt")
     module = Activated.load_from_checkpoint(tmp_path / "a.ckpt", activation=nn.gelu)
@@ -653,3 +654,34 @@ def test_a_checkpoint_of_eight_devices_loads_on_one_and_back(tmp_path):
     eight.validate(module, ckpt_path=tmp_path / "b.ckpt", verbose=False)
     np.testing.assert_array_equal(module.state_dict()["layer.kernel"], kernel)
     assert isinstance(jnp.asarray(kernel), jax.Array)
+
+
+class Mode(enum.Enum):
+    FAST = 1
+    EXACT = 2
+
+
+class Choosing(Scripted):
+    def __init__(
+        self, mode: Mode = Mode.FAST, other: Mode | None = None, act: Any = nn.relu, loose: Any = None, dtype: Any = int
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@pytest.mark.filterwarnings("ignore:Attribute .* of the hyper-parameters cannot be written:UserWarning")
+def test_what_the_class_itself_names_need_not_be_given_again(tmp_path):
+    t = trainer(tmp_path, max_epochs=1, enable_checkpointing=False, limit_train_batches=1, limit_val_batches=0)
+    t.fit(Choosing(mode=Mode.EXACT, other=Mode.FAST))
+    t.save_checkpoint(tmp_path / "a.ckpt")
+    again = Choosing.load_from_checkpoint(tmp_path / "a.ckpt").hparams
+    assert again.mode is Mode.EXACT  # the default's enumeration
+    assert again.other is Mode.FAST  # the annotation's
+    assert again.act is nn.relu
+    assert again.dtype is int
+    t = trainer(tmp_path, max_epochs=1, enable_checkpointing=False, limit_train_batches=1, limit_val_batches=0)
+    t.fit(Choosing(loose=Mode.FAST, act=nn.gelu))
+    t.save_checkpoint(tmp_path / "b.ckpt")
+    with pytest.raises(MisconfigurationException, match=r"2 hyper-parameter.*act \(it was .*gelu\), loose \(it was "):
+        Choosing.load_from_checkpoint(tmp_path / "b.ckpt")
+    assert Choosing.load_from_checkpoint(tmp_path / "b.ckpt", loose=1, act=nn.gelu).hparams.act is nn.gelu
