@@ -373,3 +373,32 @@ def test_another_trainer_takes_over_what_steps_changed() -> None:
     other.fit(module, loader)
     assert (int(module.seen), float(module.center[0]), float(module.recent["last"][0])) == (4, 4.0, 10.0)
     assert {name: int(value) for name, value in module.state_dict().items() if name == "seen"} == {"seen": 4}
+
+
+def test_a_counter_in_a_container_is_an_array() -> None:
+    class Net(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts = {"n": 0}
+
+        def step(self, logits: Any, loss: Any, batch_idx: Any) -> Any:
+            self.counts["n"] += 1
+            return loss if self.counts["n"] % 2 == 0 else 0.0
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        both(Net)
+    assert "`self.count`; numbers in a dict" in "".join(caught.value.__notes__)
+
+
+def test_a_write_around_the_module_is_refused() -> None:
+    class Net(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = 0
+
+        def step(self, logits: Any, loss: Any, batch_idx: Any) -> Any:
+            self.__dict__["seen"] = self.seen + 1
+            return 0.0
+
+    with pytest.raises(RuntimeError, match=r"self\.seen"):
+        both(Net)

@@ -124,3 +124,20 @@ def test_every_extra_that_the_readme_names_can_be_installed() -> None:
     (sentence,) = re.findall(r"The extras are (.*?)\.\n\n", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     named = set(re.findall(r"`(\w+)`", sentence))
     assert named == set(extras) - {"examples", "reference", "bench", "dev", "all"}
+
+
+def test_every_bare_name_of_a_test_in_the_migration_guide_exists() -> None:
+    """`test_y`, in a table whose letters stand for files."""
+    code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    defined = set(re.findall(r"^def (test_\w+)", code, re.MULTILINE))
+    named = re.findall(r"`(test_\w+)`", (ROOT / "MIGRATION.md").read_text())
+    assert len(named) > 60
+    assert [name for name in named if name not in defined] == []
+
+
+def test_every_idiom_of_the_migration_guide_names_its_test() -> None:
+    text = (ROOT / "MIGRATION.md").read_text()
+    idioms = text.partition("## Idioms inside a step")[2].partition("\n## ")[0]
+    rows = [line for line in idioms.splitlines() if line.startswith("| ") and not line.endswith("| test |")]
+    assert len(rows) > 60
+    assert [row for row in rows if "test_" not in row.rsplit("|", 2)[1]] == []
