@@ -112,6 +112,9 @@ def test_eight_devices_carry_what_one_does(tmp_path: Path) -> None:
     fit(eager, 2, tmp_path, jit=False)
     assert trainer._engine.trace_counts == {"train": 1}
     assert len(eight.queue.sharding.device_set) == 8
+    state = eight._engine.tree
+    kernel = jax.tree.leaves(state.params)[0]
+    assert all(leaf.sharding == kernel.sharding for leaf in jax.tree.leaves(state.attributes))
     for other in (eight, eager):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), values(one), values(other))
 

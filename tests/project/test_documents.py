@@ -131,7 +131,7 @@ def test_every_bare_name_of_a_test_in_the_migration_guide_exists() -> None:
     code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)", code, re.MULTILINE))
     named = re.findall(r"`(test_\w+)`", (ROOT / "MIGRATION.md").read_text())
-    assert len(named) > 60
+    assert len(named) > 50
     assert [name for name in named if name not in defined] == []
 
 

@@ -345,20 +345,22 @@ class Everywhere(Regression):
         return self.net(batch[0]) * (batch_idx + 1)
 
 
-def _loader() -> Any:
-    return pl.ArrayLoader(tuple(np.asarray(a, np.float32) for a in DATA), batch_size=8)
+def _loader(size: int = 8) -> Any:
+    return pl.ArrayLoader(tuple(np.asarray(a, np.float32) for a in DATA), batch_size=size)
 
 
-@pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 3}, {"devices": 2, "strategy": "ddp"}])
+@pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 3}, {"devices": 8, "strategy": "ddp"}])
 def test_host_numbers_in_every_kind_of_step(flags: dict[str, Any]) -> None:
+    """Eight devices get one row each, so that a batch has as many rows as on one."""
+    size = 8 // flags.get("devices", 1)
     found = []
     for jit in (True, False):
         module = Everywhere()
         trainer = pl.Trainer(**{**QUIET, **flags}, max_epochs=3, jit=jit, num_sanity_val_steps=0)
-        trainer.fit(module, _loader(), [_loader(), _loader()])
+        trainer.fit(module, _loader(size), [_loader(size), _loader(size)])
         values = dict(trainer.callback_metrics)
-        values |= trainer.test(module, [_loader()], verbose=False)[0]
-        predictions = trainer.predict(module, _loader())
+        values |= trainer.test(module, [_loader(size)], verbose=False)[0]
+        predictions = trainer.predict(module, _loader(size))
         state = {name: np.asarray(value) for name, value in module.state_dict().items()}
         found.append((module.count, module.seen, values, state, np.concatenate([np.asarray(p) for p in predictions])))
         if jit and not flags:
