@@ -152,6 +152,8 @@ class HostInputs:
             base: The integers that every step has, in the order of `BASE`.
             host: The vectors of computed integers and floats, or nothing.
         """
+        wide = self._dtypes[0]  # as wide as computed integers, so that all host numbers are of one type
+        base = [value if value.dtype == wide else weak(value.astype(wide)) for value in base]
         self._traced = dict(zip(BASE, base, strict=True))
         self._slots = ({}, {})
         integers, floats = host or ((), ())

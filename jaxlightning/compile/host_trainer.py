@@ -120,9 +120,21 @@ class NoTrainer:
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self.callback_metrics: dict[str, Any] = {}
-        self.logged_metrics: dict[str, Any] = {}
-        self.progress_bar_metrics: dict[str, Any] = {}
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """What the step has logged so far."""
+        return logged_so_far("callback_metrics")
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """What the step has logged so far."""
+        return logged_so_far("logged_metrics")
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """What the step has logged so far."""
+        return logged_so_far("progress_bar_metrics")
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
