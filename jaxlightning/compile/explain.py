@@ -15,8 +15,8 @@ _DECISION = (
     "The step is compiled: an array has no value yet, so Python cannot decide by it. Use jnp.where(condition, a, b) or "
     "jax.lax.cond. To stop training by a value, log or return it and set `self.trainer.should_stop = True` in "
     "`on_train_batch_end`. Decisions by batch_idx, self.global_step, self.current_epoch and numbers on self are "
-    "possible (`self.count`; numbers in a dict or object that the step changes are arrays). To look at values, run with "
-    "`Trainer(jit=False)`."
+    "possible (`self.count`; numbers in a dict or object that the step changes are arrays). To look at values, run "
+    "with `Trainer(jit=False)`."
 )
 _NUMBER = (
     "The step is compiled: an array has no value yet, so it cannot become a number of Python's or a NumPy array (no "
