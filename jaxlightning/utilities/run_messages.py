@@ -17,7 +17,8 @@ def shown_messages() -> Iterator[None]:
     own for the logger: what is shown is then the program's business.
     """
     log = logging.getLogger("jaxlightning")
-    if log.hasHandlers() or log.level != logging.NOTSET or not log.propagate:
+    own = log.handlers or log.level != logging.NOTSET or not log.propagate
+    if own or not _is_as_absl_leaves_it(logging.root):
         yield
         return
     handler = logging.StreamHandler()
@@ -34,3 +35,20 @@ def shown_messages() -> Iterator[None]:
         handler.close()
         log.setLevel(logging.NOTSET)
         log.propagate = True
+
+
+def _is_as_absl_leaves_it(root: logging.Logger) -> bool:
+    """Whether nobody set up the root logger: it has no handler, or the one that absl puts there by itself.
+
+    absl calls `logging.basicConfig()` when it first logs, which importing orbax makes it do, in the middle of a run
+    that saves its first checkpoint. The next run of the program still has no logging of its own.
+    """
+    if root.level not in (logging.NOTSET, logging.WARNING):
+        return False
+    return all(
+        type(handler) is logging.StreamHandler
+        and handler.level == logging.NOTSET
+        and handler.formatter is not None
+        and handler.formatter._fmt == logging.BASIC_FORMAT
+        for handler in root.handlers
+    )

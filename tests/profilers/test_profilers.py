@@ -225,3 +225,30 @@ def test_another_name_or_object_is_refused() -> None:
         select_profiler(3)
     profiler = SimpleProfiler()
     assert select_profiler(profiler) is profiler
+
+
+@pytest.mark.slow
+def test_the_trace_of_a_run_can_be_read_for_tensorboard_and_for_perfetto(tmp_path: Path) -> None:
+    import gzip
+    import json
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jaxlightning
+
+    def step(params: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda p: p * 0.9, params), (batch @ params["w"]).mean()
+
+    jaxlightning.fit(
+        {"w": jnp.ones(3)}, [np.ones((4, 3), np.float32)] * 30, train_step=step, num_epochs=1, profiler="jax",
+        default_root_dir=tmp_path, log_every_n_steps=10, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    (trace,) = tmp_path.rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    assert sum("dur" in event for event in events) > 10
+    (planes,) = tmp_path.rglob("*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(planes))
+    assert any("CPU" in plane.name and list(plane.lines) for plane in data.planes)

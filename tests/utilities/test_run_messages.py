@@ -30,7 +30,9 @@ print(log.handlers, log.level, log.propagate)
     [
         ("", "", "within\n"),
         ("", "logging.basicConfig()", "within\n"),
+        ("from absl import logging as absl; absl.vlog(9, 'a run before')", "", "within\n"),
         ("logging.basicConfig(level=logging.ERROR)", "", ""),
+        ("logging.basicConfig(format='%(message)s')", "", ""),
         ("logging.getLogger('jaxlightning').setLevel(logging.WARNING)", "", ""),
     ],
 )
