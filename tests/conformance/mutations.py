@@ -166,8 +166,8 @@ MUTATIONS = [
     Mutation(
         "LG34",
         "metrics/_emission.py",
-        'metrics.setdefault("epoch", emission.epoch)',
-        'metrics.setdefault("epoch", emission.epoch + 1)',
+        'metrics.setdefault("epoch", epoch)',
+        'metrics.setdefault("epoch", epoch + 1)',
         f"{_LOGGED}[base_log2-csv_alone]",
     ),
     Mutation(
