@@ -182,9 +182,10 @@ class ResultCollection:
         if self._layout is None and self._plan is not None and not self._older and self.dataloader_idx is None:
             entries = [entry for entry in self._visible() if entry.meta.on_step]
             if all(entry.slot is not None and entry.slot in self._plan.slots for entry in entries):
+                places = [(entry.meta, entry.names(True)[1], entry.slot) for entry in entries if entry.slot is not None]
                 self._layout = StepLayout(
-                    {entry.names(True)[1]: entry.slot for entry in entries if entry.meta.logger},
-                    {entry.names(True)[1]: entry.slot for entry in entries if entry.meta.prog_bar},
+                    {name: slot for meta, name, slot in places if meta.logger},
+                    {name: slot for meta, name, slot in places if meta.prog_bar},
                 )
         return self._layout
 
