@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlightning.loggers._params import convert_params
-from jaxlightning.loggers._versions import known_version, local_directory, next_version, version_name
-from jaxlightning.loggers.logger import Logger, add_prefix, rank_zero_experiment
+from jaxlightning.loggers._versioned import VersionedLogger
+from jaxlightning.loggers._versions import known_version
+from jaxlightning.loggers.logger import add_prefix, rank_zero_experiment
 from jaxlightning.utilities.hparams import save_hparams_to_yaml
 from jaxlightning.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
@@ -176,7 +177,7 @@ def _number(text: str | None) -> float:
         return 0.0
 
 
-class CSVLogger(Logger):
+class CSVLogger(VersionedLogger):
     """Record metrics in `<save_dir>/<name>/version_<n>/metrics.csv`.
 
     Args:
@@ -197,40 +198,11 @@ class CSVLogger(Logger):
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
-        self._save_dir = local_directory(save_dir, type(self).__name__)
-        self._name = name or ""
-        self._version = version
+        super().__init__(save_dir, name, version)
         self._prefix = prefix
         self._flush_logs_every_n_steps = flush_logs_every_n_steps
         self._experiment: ExperimentWriter | None = None
         self._resuming = False
-
-    @property
-    def name(self) -> str:
-        """Name of the experiment; "" if it has no folder."""
-        return self._name
-
-    @property
-    def version(self) -> int | str:
-        """The version; found in the folder at the first call if none was given."""
-        if self._version is None:
-            self._version = next_version(self.root_dir)
-        return self._version
-
-    @property
-    def save_dir(self) -> str:
-        """Where everything is kept."""
-        return self._save_dir
-
-    @property
-    def root_dir(self) -> str:
-        """Directory of all versions."""
-        return os.path.join(self.save_dir, self.name)
-
-    @property
-    def log_dir(self) -> str:
-        """Directory of this version."""
-        return os.path.join(self.root_dir, version_name(self.version))
 
     @property
     @rank_zero_experiment

@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlightning.loggers._params import convert_params, flatten_dict, sanitize_params
-from jaxlightning.loggers._versions import known_version, local_directory, next_version, version_name
-from jaxlightning.loggers.logger import Logger, add_prefix, rank_zero_experiment
+from jaxlightning.loggers._versioned import VersionedLogger
+from jaxlightning.loggers._versions import known_version
+from jaxlightning.loggers.logger import add_prefix, rank_zero_experiment
 from jaxlightning.utilities.hparams import save_hparams_to_yaml
 from jaxlightning.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 __all__ = ["TensorBoardLogger"]
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(VersionedLogger):
     """Record events in `<save_dir>/<name>/version_<n>`; needs neither torch nor TensorFlow.
 
     Args:
@@ -45,9 +46,7 @@ class TensorBoardLogger(Logger):
         sub_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._save_dir = local_directory(save_dir, type(self).__name__)
-        self._name = name or ""
-        self._version = version
+        super().__init__(save_dir, name, version)
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._prefix = prefix
@@ -58,28 +57,6 @@ class TensorBoardLogger(Logger):
         self.hparams: dict[str, Any] = {}
 
     @property
-    def name(self) -> str:
-        """Name of the experiment; "" if it has no folder."""
-        return self._name
-
-    @property
-    def version(self) -> int | str:
-        """The version; found in the folder at the first call if none was given."""
-        if self._version is None:
-            self._version = next_version(self.root_dir)
-        return self._version
-
-    @property
-    def save_dir(self) -> str:
-        """Where everything is kept."""
-        return self._save_dir
-
-    @property
-    def root_dir(self) -> str:
-        """Directory of all versions."""
-        return os.path.join(self.save_dir, self.name)
-
-    @property
     def sub_dir(self) -> str | None:
         """Folder inside the version, or None."""
         return self._sub_dir
@@ -87,7 +64,7 @@ class TensorBoardLogger(Logger):
     @property
     def log_dir(self) -> str:
         """Directory of this version's events."""
-        path = os.path.join(self.root_dir, version_name(self.version))
+        path = super().log_dir
         if self._sub_dir is not None:
             path = os.path.join(path, self._sub_dir)
         return os.path.expanduser(os.path.expandvars(path))
