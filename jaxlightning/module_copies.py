@@ -11,7 +11,7 @@ from typing import Any
 from jaxlightning.compile.foreign_networks import ForeignNetwork
 from jaxlightning.compile.networks import LinenNetwork, rebuild, walk
 
-__all__ = ["detached_state", "take_copied_weights"]
+__all__ = ["detached_state", "take_copied_weights", "weights_of"]
 
 _WEIGHTS = "_copied_weights"
 
@@ -34,17 +34,27 @@ def detached_state(module: Any) -> dict[str, Any]:
     for name, value in list(state.items()):
         if any(isinstance(network, LinenNetwork) for _, network in walk(value, "")):
             state[name] = rebuild(value, _plain)
+    state[_WEIGHTS] = weights_of(module, engine)
+    return state
+
+
+def weights_of(module: Any, engine: Any) -> dict[str, Any]:
+    """What an engine holds of a module: parameters, other variables and modes, by their names on the module.
+
+    Args:
+        module: The engine's module, or a module on that.
+        engine: An engine.
+    """
     prefix = engine.prefix_of(module)
     names = [name for name in engine.binding.names if name.startswith(prefix)]
     params, variables = engine.params, engine.variables
-    state[_WEIGHTS] = {
+    return {
         "params": {name[len(prefix) :]: params[name] for name in names if name in params},
         "variables": {name[len(prefix) :]: variables[name] for name in names if name in variables},
         "modes": {
             name[len(prefix) :]: mode for name, mode in engine.binding.modes().items() if name.startswith(prefix)
         },
     }
-    return state
 
 
 def _plain(network: Any) -> Any:

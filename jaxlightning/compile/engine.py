@@ -82,21 +82,45 @@ class Engine(EngineTraining):
 
     # --- life ---------------------------------------------------------------------------------------------------
 
+    began_with_weights = False
+    """Whether the module had weights before this engine: trained, loaded or created by another one."""
+
     def attach(self) -> None:
         """Wraps the module's networks and takes over the variables of NNX modules."""
-        for owner in owners_of(self.module).values():
-            before = owner.__dict__.get("_engine")
-            if before is not None and before is not self:
-                before.release_attributes()
+        self._take_over()
         self.module.__dict__["_engine"] = self
         self.binding.attach()
+        self.adopt_returned()
         self.adopt_parameters()
         self._adopt_nnx()
         if any("_copied_weights" in owner.__dict__ for owner in self.binding.owners.values()):
             from jaxlightning.module_copies import take_copied_weights
 
             take_copied_weights(self)
+            self.began_with_weights = True
         self._dirty = True
+
+    def _take_over(self) -> None:
+        """Lets engines that the module, or a module on it, had before hand over what they hold of it.
+
+        The same module may have been trained alone and be a part of this one now, or the other way round.
+        """
+        last = self.module.__dict__.get("_engine")
+        for prefix, owner in owners_of(self.module).items():
+            before = owner.__dict__.get("_engine")
+            if before is None or before is self:
+                continue
+            before.release_attributes(owner)
+            # Pure functions of one module with several seeds begin each with weights of their own.
+            fresh = self.effect_facts.pure and before.effect_facts.pure and not before.began_with_weights
+            if fresh:
+                continue
+            if (not prefix or before is not last) and "_copied_weights" not in owner.__dict__:
+                from jaxlightning.module_copies import weights_of
+
+                found = weights_of(owner, before)
+                if found["params"] or found["variables"]:
+                    owner.__dict__["_copied_weights"] = found
 
     def detach(self) -> None:
         """Writes current values into the user's NNX objects; compiled steps stay for the next run."""

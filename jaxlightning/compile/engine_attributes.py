@@ -99,14 +99,21 @@ class EngineAttributes(EngineOptimizers):
         state = self.tree
         self._set_tree(state.replace(attributes={p: v for p, v in state.attributes.items() if p != path}))
 
-    def release_attributes(self) -> None:
-        """Gives every carried attribute back to its owner as a plain one: another engine takes over the module."""
+    def release_attributes(self, module: Any) -> None:
+        """Gives the carried attributes of a module back to it as plain ones: another engine takes it over."""
         for path in list(self.tree.attributes):
             owner, name = self._owner(path)
-            if name in owner.__dict__.get("_carried", {}):
+            if owner is module and name in owner.__dict__.get("_carried", {}):
                 value = self._current(path, self.tree.attributes[path])
                 owner.__dict__["_carried"].pop(name)
                 owner.__dict__[name] = value
+
+    def adopt_returned(self) -> None:
+        """Carries attributes again that another engine had taken over in between, with the values they have now."""
+        for path in list(self.tree.attributes):
+            owner, name = self._owner(path)
+            if name not in owner.__dict__.get("_carried", {}) and name in owner.__dict__:
+                self.adopt_attribute(path)
 
     def attribute_changes(self, path: str, before: Any, after: Any) -> None:
         """Notes that a step changes the shape, dtype or structure of a carried attribute.

@@ -92,7 +92,8 @@ def functionalize(
     and hooks are not part of them.
 
     Args:
-        module: A `JaxLightningModule` that is not attached to a trainer.
+        module: A `JaxLightningModule`. When it has weights already (trained, loaded, `init`) the state begins with
+            them.
         batch: An example batch; its shapes create the variables.
         seed: Seed of parameters and random keys.
         gradient_clip_val: As in `Trainer`.

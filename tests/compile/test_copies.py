@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -146,3 +147,80 @@ def test_a_run_inside_of_training_is_refused_and_a_copy_may_be_used() -> None:
     assert shapes == [(2, 2)] * 3
     assert len(errors) == 4
     assert trainer.global_step == int(module.seen) == 4
+
+
+class Child(pl.LightningModule):
+    """Trains alone, or as a part of `Parent`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Dense(2)
+        self.calls = jnp.zeros((), jnp.int32)
+
+    def forward(self, x: Any) -> Any:
+        self.calls = self.calls + 1
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        return (self.forward(batch[0]) ** 2).mean()
+
+    def predict_step(self, batch: Any, batch_idx: Any) -> Any:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return optax.sgd(0.01)
+
+
+class Parent(pl.LightningModule):
+    def __init__(self, child: Child) -> None:
+        super().__init__()
+        self.child = child
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        return (self.child(batch[0]) ** 2).mean()
+
+    def predict_step(self, batch: Any, batch_idx: Any) -> Any:
+        return self.child.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return optax.sgd(0.01)
+
+
+def test_a_module_trained_alone_is_the_same_as_a_part_of_another_and_back(tmp_path: Any) -> None:
+    child = Child()
+    alone = _trainer()
+    alone.fit(child, _loader())
+    alone.save_checkpoint(tmp_path / "child.ckpt")
+    trained = alone.predict(child, _loader())
+    parent, trainer = Parent(child), _trainer()
+    np.testing.assert_array_equal(trainer.predict(parent, _loader()), trained)
+    loaded = Parent(Child.load_from_checkpoint(tmp_path / "child.ckpt"))
+    np.testing.assert_array_equal(_trainer().predict(loaded, _loader()), trained)
+
+    trainer.fit(parent, _loader())
+    together = trainer.predict(parent, _loader())
+    assert not np.array_equal(together, trained)
+    np.testing.assert_array_equal(_trainer().predict(child, _loader()), together)
+    assert int(child.calls) == 4
+    alone = _trainer()
+    alone.fit(child, _loader())
+    assert int(child.calls) == 6
+    np.testing.assert_array_equal(trainer.predict(parent, _loader()), alone.predict(child, _loader()))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(parent, _loader())
+    assert int(child.calls) == 8
+
+
+def test_pure_functions_of_a_trained_module_begin_with_its_weights_and_leave_it_alone() -> None:
+    module = OnlyNnx()
+    linen = Child()
+    for each in (module, linen):
+        _trainer().fit(each, _loader())
+        before = _values(each)
+        state = pl.functionalize(each, (X,), seed=3).state
+        held = {leaf.shape: np.asarray(leaf) for leaf in jax.tree.leaves(state.params)}
+        np.testing.assert_array_equal(held[(4, 2)], before["net.kernel"])
+        np.testing.assert_array_equal(_values(each)["net.kernel"], before["net.kernel"])
+    fresh = Child()
+    first, second = (pl.functionalize(fresh, (X,), seed=seed).state.params for seed in (0, 1))
+    assert not np.array_equal(first["net"]["kernel"], second["net"]["kernel"])
