@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxlightning.compile.persistent_cache import persistent_cache
 from jaxlightning.loggers import resume_loggers
 from jaxlightning.loops.call import (
@@ -131,7 +133,9 @@ def attach_engine(trainer: Trainer) -> None:
     module, strategy = trainer.lightning_module, trainer.strategy
     before = vars(module).get("_engine")
     seed = trainer._seed()
-    settings = (trainer._jit, trainer._detect_anomaly, trainer._log_compiles, trainer._checkify)
+    # `JAX_DISABLE_JIT=1` is how JAX people ask for the same as `jit=False`; compiled calls refuse it.
+    jit = trainer._jit and not jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    settings = (jit, trainer._detect_anomaly, trainer._log_compiles, trainer._checkify)
     same = (
         before is not None
         and before is trainer._engine

@@ -412,3 +412,13 @@ def test_torch_only_flags_are_accepted_with_one_note(flag: dict[str, Any], caplo
 def test_limits_that_are_no_numbers_are_refused(flags: dict[str, Any]) -> None:
     with pytest.raises(MisconfigurationException, match=next(iter(flags))):
         T(**flags)
+
+
+def test_a_run_with_jit_switched_off_in_jax_is_eager() -> None:
+    import jax
+
+    flags = {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 0, "logger": False}
+    with jax.disable_jit():
+        trainer = T(enable_checkpointing=False, **flags)
+        trainer.fit(TinyModule())
+    assert trainer.global_step == 1

@@ -108,6 +108,8 @@ def tqdm_class() -> type[Any]:
 
         def close(self) -> None:
             """Close; a plain bar leaves nothing behind but the lines it wrote."""
+            if self.disable:
+                return  # closed before: tqdm asks again when the object goes, perhaps while Python shuts down
             if self.plain:
                 self.delay = math.inf  # tqdm takes the bar as one that was never drawn
             super().close()
