@@ -16,6 +16,8 @@ from .bucketing import BucketLoader as BucketLoader
 from .bucketing import bucketed as bucketed
 from .graphs import is_graphs_tuple as is_graphs_tuple
 from .graphs import pad_graphs as pad_graphs
+from .in_memory import InMemory as InMemory
+from .in_memory import RowReader as RowReader
 from .lightning_objects import combined_parts as combined_parts
 from .lightning_objects import is_lightning_datamodule as is_lightning_datamodule
 from .mapped import MappedSource as MappedSource

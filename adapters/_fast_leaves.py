@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from ._convert import Converter
 from ._leaves import Array
 from ._pointwise import NotVectorizableError
 from ._torch_tensors import tensor_to_numpy
+from .in_memory import fingerprint
 
 
 class Leaf(Protocol):
@@ -29,6 +31,9 @@ class Leaf(Protocol):
         Args:
             rows: Integer `[n]`; negative values count from the end.
         """
+
+    def fingerprint(self) -> Hashable:
+        """Give a value that changes with everything that `gather` reads."""
 
 
 class TensorLeaf:
@@ -50,6 +55,10 @@ class TensorLeaf:
         """Give the columns of a batch."""
         finish = self._converter.finish
         return [finish(column.take(rows, axis=0), (index,)) for index, column in enumerate(self._columns)]
+
+    def fingerprint(self) -> Hashable:
+        """Give a value that changes with the tensors."""
+        return fingerprint(self._columns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +126,7 @@ class VisionLeaf:
             raise NotVectorizableError(f"a crop cannot be applied to {cls.__qualname__}: {error}") from error
         self._height, self._width = moved.shape[2:4] if self._layout_out == "CHW" else moved.shape[1:3]
         self._channels = len(table)
+        self._table = table.tobytes()
         # a converter moves channels last only where a whole batch would have moved
         shape = (1, self._channels, self._height, self._width)
         self._last = converter.channels_last and _leaves.is_channels_first_image(shape, table.dtype)
@@ -143,6 +153,11 @@ class VisionLeaf:
         """Give images and labels of a batch."""
         images = self._looked_up(self._moved(self._images.take(rows, axis=0)))
         return [images, self._converter.finish(self._labels.take(rows), (1,))]
+
+    def fingerprint(self) -> Hashable:
+        """Give a value that changes with the images, the labels and the transform."""
+        moves = tuple(map(repr, self._moves))
+        return (self.signature, moves, self._gray, self._table, fingerprint([self._images]), self._labels.content())
 
     def outcomes(self, row: int, limit: int) -> Array | None:
         """Give everything that the transforms can make of one image, or None if that is more than `limit` values."""
@@ -195,6 +210,7 @@ def _images(dataset: Any, stock: _Stock) -> tuple[Array, str]:
 class _Labels:
     dtype: np.dtype[Any]
     take: Callable[[Array], Array]
+    content: Callable[[], Hashable]
 
 
 def _label_reader(dataset: Any, stock: _Stock) -> _Labels:
@@ -205,7 +221,11 @@ def _label_reader(dataset: Any, stock: _Stock) -> _Labels:
         if not dataset.compat or labels.ndim != 2:
             raise NotVectorizableError("QMNIST with compat=False gives the full label rows")
         column = tensor_to_numpy(labels)[:, 0]
-        return _Labels(dtype=int64, take=lambda rows: column.take(rows).astype(int64))
+        return _Labels(
+            dtype=int64,
+            take=lambda rows: column.take(rows).astype(int64),
+            content=lambda: fingerprint([column]),
+        )
     if isinstance(labels, list):
         if not set(map(type, labels)) <= {int}:
             raise NotVectorizableError(f"{name} holds other objects than int")
@@ -213,10 +233,11 @@ def _label_reader(dataset: Any, stock: _Stock) -> _Labels:
         def take_list(rows: Array) -> Array:
             return np.fromiter(map(labels.__getitem__, rows.tolist()), np.int64, len(rows))
 
-        return _Labels(dtype=int64, take=take_list)
+        return _Labels(dtype=int64, take=take_list, content=lambda: tuple(labels))
     array = tensor_to_numpy(labels) if hasattr(labels, "is_quantized") else labels
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
         raise NotVectorizableError(f"{name} is no list or vector of integers")
+    content = functools.partial(fingerprint, [array])
     if stock.as_int:
-        return _Labels(dtype=int64, take=lambda rows: array.take(rows).astype(int64))
-    return _Labels(dtype=array.dtype, take=lambda rows: array.take(rows))
+        return _Labels(dtype=int64, take=lambda rows: array.take(rows).astype(int64), content=content)
+    return _Labels(dtype=array.dtype, take=lambda rows: array.take(rows), content=content)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, Self
 
 from ._convert import Converter
+from .in_memory import RowReader
 
 logger = logging.getLogger("jaxlightning")
 
@@ -127,9 +128,12 @@ class Source(abc.ABC):
         options: How to read it.
         last_batch_indices: Dataset indices of the batch delivered last, when the loader has indices and
             `options.record_indices` is set; else None.
+        row_reader: Set while a pass is opened by a loop that gathers rows by itself (see `in_memory`). Sources that do
+            not read arrays in memory never look at it.
     """
 
     resumes_by = "by reading on"
+    row_reader: RowReader | None = None
 
     def __init__(self, origin: Any, options: SourceOptions | None = None) -> None:
         self.origin = origin

@@ -13,6 +13,7 @@ from . import _leaves
 from ._convert import from_library
 from ._seeded import SeededLoader
 from ._source import BatchIterator
+from .in_memory import fingerprint
 
 Array = _leaves.Array
 
@@ -95,7 +96,9 @@ class ArrayLoader(SeededLoader):
     def _open(self, skip: int) -> BatchIterator:
         self._epoch = self._epoch_of_next_pass
         self._epoch_of_next_pass += 1
-        return BatchIterator(self, self._batches(self._epoch, skip), None)
+        make = None if self.row_reader is None or not self._size else self.row_reader(_ArraysInMemory(self))
+        batches = self._batches(self._epoch, skip) if make is None else self._made_of_rows(self._epoch, skip, make)
+        return BatchIterator(self, batches, None)
 
     def _columns(self) -> list[Array]:
         # dtypes follow the 64-bit mode of the moment; arrays that need no conversion are only viewed
@@ -125,6 +128,17 @@ class ArrayLoader(SeededLoader):
                 self.last_batch_indices = list(range(start, stop)) if order is None else order[start:stop].tolist()
             yield unflatten(batch)
 
+    def _made_of_rows(self, epoch: int, skip: int, make: Callable[[Array], Any]) -> Iterator[Any]:
+        order = self.order(epoch)
+        rows = np.arange(self._size, dtype=np.int32) if order is None else order.astype(np.int32)
+        size = self._batch_size
+        end = len(self) * size if self.drop_last else self._size
+        for start in range(skip * size, end, size):
+            chosen = rows[start : min(start + size, end)]
+            if self.options.record_indices:
+                self.last_batch_indices = chosen.tolist()
+            yield make(chosen)
+
     def _rebuild(self) -> Callable[[list[Any]], Any]:
         structure = self._structure
         if structure == jax.tree_util.tree_structure(0):
@@ -148,6 +162,29 @@ class ArrayLoader(SeededLoader):
             f"{self.describe()} (batch_size={self._batch_size}, shuffle={self.shuffle}, drop_last={self.drop_last}, "
             f"seed={self.seed})"
         )
+
+
+class _ArraysInMemory:
+    """The data of an `ArrayLoader` for a loop that gathers rows (`in_memory.InMemory`)."""
+
+    def __init__(self, loader: ArrayLoader) -> None:
+        self.size = loader._size
+        self.structure = loader._structure
+        self._columns = loader._columns()
+        self._rebuild = loader._rebuild()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self._columns)
+
+    def columns(self) -> list[Array]:
+        return self._columns
+
+    def gather(self, rows: Array) -> Any:
+        return self._rebuild([column.take(rows, axis=0) for column in self._columns])
+
+    def fingerprint(self) -> Any:
+        return fingerprint(self._columns)
 
 
 def _take_apart(tree: Any) -> tuple[list[Array], Any, list[_leaves.Path]]:

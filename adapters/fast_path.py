@@ -6,9 +6,10 @@ may override anything. A few samples are compared with the dataset's own `__geti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from . import _torch_sampling as sampling
@@ -16,8 +17,10 @@ from ._convert import Converter
 from ._fast_leaves import Leaf, TensorLeaf, VisionLeaf, is_stock
 from ._leaves import Array
 from ._pointwise import NotVectorizableError as NotVectorizableError
+from .in_memory import fingerprint
 
 _SAMPLES = 4
+_CHUNK = 1024  # rows that `columns` looks up at a time
 _MOST_VALUES = 4_000_000  # of all outcomes of one random sample; beyond, only its form is compared
 
 
@@ -106,12 +109,56 @@ class Plan:
                 column[mask] = values
         return columns or []
 
-    def batches(self, indices: Iterable[Any], first: int = 0) -> Iterator[Any]:
+    # for a loop that gathers rows by itself (`in_memory.InMemory`)
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self._rows.size
+
+    @property
+    def is_random(self) -> bool:
+        """Whether two passes over the same rows differ."""
+        return any(isinstance(leaf, VisionLeaf) and leaf.is_random for leaf in self._rows.leaves)
+
+    @property
+    def structure(self) -> Any:
+        """`PyTreeDef` of a batch."""
+        return jax.tree_util.tree_structure([0] * len(self.gather(np.zeros(1, np.intp))))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all samples, as batches have them."""
+        return sum(column.nbytes for column in self.gather(np.zeros(1, np.intp))) * self.size
+
+    def columns(self) -> list[Array]:
+        """Give a batch of all samples."""
+        self._converter.refresh()
+        wholes: list[Array] = []
+        for start in range(0, self.size, _CHUNK):
+            part = self.gather(np.arange(start, min(start + _CHUNK, self.size)))
+            if not wholes:
+                wholes = [np.empty((self.size, *column.shape[1:]), column.dtype) for column in part]
+            for whole, column in zip(wholes, part, strict=True):
+                whole[start : start + len(column)] = column
+        return wholes
+
+    def fingerprint(self) -> Hashable:
+        """Give a value that changes with the data, the labels, the transforms and the samples that are chosen."""
+        rows = self._rows
+        chosen = fingerprint([part for part in (rows.which, rows.rows) if part is not None])
+        forms = self._converter.channels_last, jax.dtypes.canonicalize_dtype(np.float64).str
+        return (rows.size, chosen, forms, *(leaf.fingerprint() for leaf in rows.leaves))
+
+    def batches(
+        self, indices: Iterable[Any], first: int = 0, make: Callable[[Array], Any] | None = None
+    ) -> Iterator[Any]:
         """Give a batch for each index batch of the sampler.
 
         Args:
             indices: The index batches; `base_seed`, if they have one, seeds random transforms.
             first: Number of the first batch in its pass.
+            make: Makes a batch of its rows, in place of `gather`.
         """
         self._converter.refresh()
         random = [leaf for leaf in self._rows.leaves if isinstance(leaf, VisionLeaf) and leaf.is_random]
@@ -123,8 +170,17 @@ class Plan:
             rows = np.array(index) if type(index) is list else np.asarray(index)
             if rows.ndim != 1 or rows.dtype.kind not in "iu" or len(rows) == 0:
                 yield self._one_by_one(index)
-            else:
+            elif make is None:
                 yield self.gather(rows)
+            else:
+                yield self._made(rows, make)
+
+    def _made(self, rows: Array, make: Callable[[Array], Any]) -> Any:
+        # negative numbers look like large ones, so that one look finds both
+        if (rows.view(f"u{rows.itemsize}").max() if rows.dtype.kind == "i" else rows.max()) < self.size:
+            return make(rows)
+        rows = np.where(rows < 0, rows + self.size, rows)
+        return self.gather(rows) if rows.min() < 0 or rows.max() >= self.size else make(rows)
 
     def _one_by_one(self, index: Any) -> Any:
         # a sampler of slices, keys or empty batches: what torch's fetcher does with them

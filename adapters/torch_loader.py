@@ -123,7 +123,9 @@ class TorchSource(Source):
         first_pass, self._passes = self._passes == 0, self._passes + 1
         if plan is not None and tap is not None:
             indices = sampling.TorchLikeIndices(loader, tap, first_pass=first_pass)
-            return BatchIterator(self, self._noting(plan.batches(indices, skip), tap), None)
+            reads_rows = self.row_reader is not None and plan.size > 0 and not plan.is_random
+            make = self.row_reader(plan) if reads_rows else None  # type: ignore[misc]
+            return BatchIterator(self, self._noting(plan.batches(indices, skip, make), tap), None)
         own_state = resume.get("loader") if resume is not None and skip else None
         if own_state is not None:
             loader.load_state_dict(decode_state(own_state))

@@ -25,6 +25,7 @@ from jaxlightning.loops.fit_loop import FitLoop
 from jaxlightning.loops.interrupts import SignalConnector
 from jaxlightning.loops.nonfinite import NonfiniteWatch
 from jaxlightning.loops.prediction_loop import PredictionLoop
+from jaxlightning.loops.resident import check_data_on_device
 from jaxlightning.metrics import LoggerConnector
 from jaxlightning.optim._nonfinite import check_mode
 from jaxlightning.profilers import PassThroughProfiler
@@ -115,6 +116,9 @@ class Trainer(TrainerVerbs, TrainerProperties):
         steps_per_dispatch: How many training batches go to the device in one compiled call: 1, a number, or "auto"
             (16 where that is at least 10 % faster on the first batches). Calls never cross a log point, validation,
             checkpoint or the end of an epoch, and batches run one by one where a hook of yours runs per batch.
+        data_on_device: Keep training data that is in arrays (`ArrayLoader`, what the fast path reads) on the device, so
+            that steps get row numbers and gather the rows: "auto" where it fits into a quarter of the device's memory,
+            a float for another part of it, True raises where it cannot, False never does. Batches are the same bits.
         prefetch_batches: Read this many batches ahead in a background thread and send them to the accelerator; for
             loaders that wait for files or decode images. Never beyond a `limit_*_batches`.
         checkify: JAX's run-time checks in every step, raised on the host: "nan", "div", "oob", "user", several of them
@@ -190,6 +194,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         vectorize: bool | str = "auto",
         pad_batches: bool | int = False,
         steps_per_dispatch: int | str = 1,
+        data_on_device: bool | float | str = "auto",
         prefetch_batches: int = 0,
         compilation_cache: bool | str | os.PathLike[str] = True,
         log_compiles: bool = False,
@@ -217,6 +222,7 @@ class Trainer(TrainerVerbs, TrainerProperties):
         self._steps_per_dispatch = check_steps_per_dispatch(steps_per_dispatch)
         self._vectorize, self._pad_batches = check_vectorize(vectorize), check_pad_batches(pad_batches)
         self.auto_resume = bool(auto_resume)
+        self._data_on_device = check_data_on_device(data_on_device)
         self._prefetch_batches = check_prefetch_batches(prefetch_batches)
         self._module: Any = None
         self._engine: Any = None

@@ -176,7 +176,7 @@ def attach_engine(trainer: Trainer) -> None:
             engine.binding.restore_modes(modes)
     if trainer._pad_batches:
         engine.padding = make_padding(trainer)
-    engine.fusion = make_fusion(trainer._steps_per_dispatch, engine)
+    engine.fusion = make_fusion(trainer._steps_per_dispatch, engine, trainer.log_every_n_steps)
     trainer._engine = engine
     trainer.state._engine = engine
 

@@ -23,7 +23,7 @@ _log = logging.getLogger("jaxlightning")
 
 _PARTS = {
     "train": ("options", "modes", "frozen", "state", "batch", "host", "state_shapes", "batch_shapes"),
-    "fused": ("steps", "unroll", "options", "modes", "state", "batch", "state_shapes", "batch_shapes"),
+    "fused": ("steps", "unroll", "options", "modes", "frozen", "state", "batch", "state_shapes", "batch_shapes"),
     "eval": ("options", "modes", "state", "batch", "host", "state_shapes", "batch_shapes"),
     "update": (),
 }

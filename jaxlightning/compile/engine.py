@@ -21,6 +21,7 @@ from jaxlightning.compile.compiled_step import CompiledStep
 from jaxlightning.compile.core import TrainOptions
 from jaxlightning.compile.engine_training import EngineTraining
 from jaxlightning.compile.fused_step import Fusion
+from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.networks import LinenNetwork, NetworkInfo
 from jaxlightning.compile.outputs import is_array
 from jaxlightning.compile.owners import owners_of
@@ -197,7 +198,9 @@ class Engine(EngineTraining):
             known = self._repeated = RepeatedStep(self, variant)
         return known
 
-    def fused_variant(self, base: CompiledStep, stacked: list[Any], integers: Any, unroll: int) -> CompiledStep:
+    def fused_variant(
+        self, base: CompiledStep, stacked: list[Any], integers: Any, unroll: int, env: HostEnvironment | None = None
+    ) -> CompiledStep:
         """The variant that does what `base` does for several batches in one call.
 
         Args:
@@ -205,11 +208,12 @@ class Engine(EngineTraining):
             stacked: Leaves of the batches, stacked along a new first axis.
             integers: Integer inputs of the steps, int32 `[steps, 5]`.
             unroll: Steps that are written out.
+            env: Numbers of the host at the first of the steps, None for a step that knows none.
         """
         clip, outputs = self._plain_choice or ((None, None), False)
         clipping = (clip[1] or "norm") if clip[0] else None
         options = TrainOptions(False, True, True, clipping, outputs, self.detect_anomaly)
-        return self.variants.fused(self, options, self._table("train"), base.treedef, stacked, integers, unroll)
+        return self.variants.fused(self, options, self._table("train"), base.treedef, stacked, integers, unroll, env)
 
     def output_of(self, variant: CompiledStep, values: Any, states: Any, outputs: Any) -> StepOutput:
         """What a call of a variant gave, as the loops take it."""

@@ -17,6 +17,7 @@ from jaxlightning.compile.engine_logs import EngineLogs
 from jaxlightning.compile.facts import EffectFacts
 from jaxlightning.compile.host_values import HostEnvironment
 from jaxlightning.compile.packing import SlotTable
+from jaxlightning.compile.resident import on_host
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.trace import Scalars, Trace
 from jaxlightning.compile.variants import Variants
@@ -130,6 +131,7 @@ class EngineSteps(EngineLogs):
 
     def ensure_created(self, stage: str, batch: Any, scalars: Scalars) -> None:
         """Creates the variables of linen networks that the step of `stage` calls and that have none."""
+        batch = on_host(batch) if self._unverified or self.binding.missing(self.params_live) else batch
         if self._unverified:
             self._unverified -= verify_restored(self, stage, batch, scalars, self._unverified, strict=self._strict_load)
         if self.binding.missing(self.params_live):

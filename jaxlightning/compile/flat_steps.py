@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from jaxlightning.compile.guarded_update import guarded_update
 from jaxlightning.compile.host_proxy import weak
 from jaxlightning.compile.manual_tape import resolve
 from jaxlightning.compile.packing import SlotTable
+from jaxlightning.compile.resident import expanded
 from jaxlightning.compile.run_step import StepInfo
 from jaxlightning.compile.state import TrainState
 from jaxlightning.compile.trace import Scalars
@@ -69,18 +69,33 @@ def fused_function(
     table: SlotTable,
     join: Callable[[Any], Any],
     unroll: int,
+    shared: tuple[bool, ...],
     info: StepInfo,
 ) -> Callable[..., Any]:
-    """Several training steps in one call; arrays and integers are stacked along a new first axis."""
+    """Several training steps in one call; arrays, integers and numbers of the host are stacked along a new first axis.
+
+    Args:
+        engine: The engine.
+        options: As for one step.
+        table: Slots of the logged keys.
+        join: Puts one batch together.
+        unroll: Steps that are written out.
+        shared: Which leaves of a batch are the same for all steps, so that they are not stacked.
+        info: Takes what tracing finds.
+    """
     step = train_function(engine, options, table, join, info)
 
-    def many(leaves: Any, stacked: Any, ints: Any, floats: Any) -> Any:
+    def many(leaves: Any, stacked: Any, ints: Any, floats: Any, *host: Any) -> Any:
         def body(carry: Any, inputs: Any) -> Any:
-            leaves, values, *_ = step(carry[0], *inputs, floats)
+            own, ints, host = inputs
+            each = iter(own)
+            arrays = [leaf if same else next(each) for leaf, same in zip(stacked, shared, strict=True)]
+            leaves, values, *_ = step(carry[0], arrays, ints, floats, *host)
             return (leaves, values), None
 
         first = jnp.zeros((table.capacity,), engine.tree.acc.dtype)
-        (leaves, values), _ = jax.lax.scan(body, (leaves, first), (stacked, ints), unroll=unroll)
+        own = [leaf for leaf, same in zip(stacked, shared, strict=True) if not same]
+        (leaves, values), _ = jax.lax.scan(body, (leaves, first), (own, ints, host), unroll=unroll)
         return leaves, values, (), (), None, ()
 
     return many
@@ -149,7 +164,7 @@ def shapes_of(arrays: Any) -> tuple[Any, ...]:
 def joiner(engine: EngineSteps, batch: Any, treedef: Any, positions: Any) -> Callable[[Any], Any]:
     """What puts a batch together again, in a trace; leaves that stayed on the host say so when they are used."""
     if positions is None:
-        return functools.partial(jax.tree_util.tree_unflatten, treedef)
+        return lambda arrays: expanded(jax.tree_util.tree_unflatten(treedef, arrays))
     if not engine.jit:
         return lambda arrays: batches.joined(treedef, arrays, positions, engine.batch_leaves or ())
     paths = batches.leaf_paths(batch)

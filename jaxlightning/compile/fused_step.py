@@ -15,16 +15,22 @@ import jax
 import numpy as np
 
 from jaxlightning.compile.repeated_step import RepeatedStep
+from jaxlightning.compile.resident import ResidentBatch
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
     from jaxlightning.compile.compiled_step import CompiledStep
     from jaxlightning.compile.engine import Engine
+    from jaxlightning.compile.host_values import HostEnvironment
 
-__all__ = ["AUTO_STEPS", "Fusion", "check_steps_per_dispatch", "make_fusion"]
+__all__ = ["MOST_STEPS", "Fusion", "auto_steps", "check_steps_per_dispatch", "make_fusion"]
 
-AUTO_STEPS = 16
-"""Steps in one call with `"auto"`: with the default `log_every_n_steps=50` three such calls fit between log points."""
+MOST_STEPS = 25
+"""The most steps in one call with `"auto"`: more of them gain nothing, and hold back stops and signals."""
+
+_FEWEST = 8
+_CUTS = 4
+"""After so many calls in a row that a decision of Python's cut, the batches of a step run one by one."""
 
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _TRIALS = 3
@@ -45,26 +51,28 @@ def check_steps_per_dispatch(value: Any) -> int | str:
     )
 
 
-def make_fusion(steps: int | str, engine: Engine) -> Fusion | None:
+def auto_steps(log_every: int) -> int:
+    """How many steps `"auto"` tries in one call: so many that few are left over before a log point, then the most.
+
+    Args:
+        log_every: Steps from one log point to the next, 0 for no log points.
+    """
+    if 0 < log_every < _FEWEST:
+        return log_every
+    return min(range(_FEWEST, MOST_STEPS + 1), key=lambda steps: (log_every % steps, -steps))
+
+
+def make_fusion(steps: int | str, engine: Engine, log_every: int) -> Fusion | None:
     """What fuses the steps of a run; None where they run one by one.
 
     Args:
         steps: The checked flag.
         engine: The engine of the run.
-
-    Raises:
-        MisconfigurationException: If several steps are asked for on several devices.
+        log_every: Steps from one log point to the next, 0 for no log points.
     """
-    if steps == 1 or not engine.jit:
-        return None
-    if len(engine.strategy.devices) > 1:
-        if steps == "auto":
-            return None
-        raise MisconfigurationException(
-            f"`Trainer(steps_per_dispatch={steps})` is built for one device, and this run has "
-            f"{len(engine.strategy.devices)}. Leave it at 1, or use `devices=1`."
-        )
-    return Fusion(engine, steps)
+    auto = steps == "auto"
+    count = auto_steps(log_every) if auto else int(steps)
+    return Fusion(engine, count, auto=auto) if count > 1 and engine.jit else None
 
 
 class Fusion:
@@ -72,17 +80,19 @@ class Fusion:
 
     Args:
         engine: The engine whose state it carries on.
-        steps: Batches in one call, or `"auto"`.
+        steps: Batches in one call.
+        auto: Whether to find out whether that is faster than one by one.
     """
 
-    def __init__(self, engine: Engine, steps: int | str) -> None:
+    def __init__(self, engine: Engine, steps: int, *, auto: bool = False) -> None:
         self.engine = engine
-        self.auto = steps == "auto"
-        self.steps = AUTO_STEPS if self.auto else int(steps)
+        self.auto = auto
+        self.steps = steps
+        self._cuts = 0
         self._singles: list[float] = []
         self._fused: list[float] = []
-        self._base: CompiledStep | None = None
-        self._variant: CompiledStep | None = None
+        # By the variant for one batch, which is kept so that its identity stays its own.
+        self._variants: dict[int, tuple[CompiledStep, CompiledStep]] = {}
 
     @property
     def active(self) -> bool:
@@ -91,6 +101,9 @@ class Fusion:
 
     def stack(self, batches: list[Any], treedef: Any) -> list[Any] | None:
         """The leaves of like batches, stacked along a new first axis; None when they are not alike."""
+        first = batches[0]
+        if type(first) is ResidentBatch:
+            return _stacked_rows(first, batches)
         columns = []
         for batch in batches:
             leaves, found = jax.tree_util.tree_flatten(batch)
@@ -99,18 +112,26 @@ class Fusion:
             columns.append(leaves)
         stacked = []
         for column in zip(*columns, strict=True):
-            first = column[0]
+            one = column[0]
             if set(map(type, column)) != {np.ndarray}:
                 return None
             if len(set(map(_SHAPE, column))) != 1 or len(set(map(_DTYPE, column))) != 1:
                 return None
             # `concatenate` is several times as fast as `stack`.
-            joined = np.concatenate(column) if first.ndim else np.array(column)
-            stacked.append(joined.reshape(len(column), *first.shape))
+            joined = np.concatenate(column) if one.ndim else np.array(column)
+            stacked.append(joined.reshape(len(column), *one.shape))
         return stacked
 
-    def run(self, single: RepeatedStep, batches: list[Any], integers: Any) -> bool:
-        """Runs batches in one call.
+    def takes(self, single: RepeatedStep) -> bool:
+        """Whether batches are to be collected for one call of this step.
+
+        Args:
+            single: The step for one batch.
+        """
+        return self.steps > 1 and (self._cuts < _CUTS or not single.uses_host_numbers)
+
+    def run(self, single: RepeatedStep, batches: list[Any], integers: Any) -> int:
+        """Runs batches in one call, or one by one where a decision of Python's changes between them.
 
         Args:
             single: The step for one batch.
@@ -118,30 +139,49 @@ class Fusion:
             integers: Their rows of `RepeatedStep.integers`.
 
         Returns:
-            False when they have to run one by one; nothing has happened then.
+            How many of them ran; nothing has happened for the others.
         """
         batches = single.prepared(batches)
+        environments = None
+        if single.uses_host_numbers:
+            environments = single.look_ahead(integers)
+            if environments is None:
+                self._cuts += 1
+                return _one_by_one(single, batches, integers)
+            self._cuts = 0
         if self.auto and not self._decided():
-            return self._try(single, batches, integers)
+            return self._try(single, batches, integers, environments)
         stacked = self.stack(batches, single.variant.treedef)
         if stacked is None:
-            return False
-        return self._call(single, stacked, integers)
+            return 0
+        return self._call(single, stacked, integers, environments)
 
-    def _call(self, single: RepeatedStep, stacked: list[Any], integers: Any) -> bool:
-        call = self._compiled(single, stacked, integers).call
+    def _call(
+        self, single: RepeatedStep, stacked: list[Any], integers: Any, environments: list[HostEnvironment] | None
+    ) -> int:
+        variant = self._compiled(single, stacked, integers, environments)
+        host, vectors = variant.info.host, ()
+        if host is not None and environments is not None:
+            vectors = tuple(map(np.stack, zip(*map(host.inputs, environments), strict=True)))
         try:
-            single.take(call(self.engine._leaves, stacked, integers, self.engine.floats))
+            single.take(variant.call(self.engine._leaves, stacked, integers, self.engine.floats, *vectors))
         except TypeError:  # other shapes than those that it was compiled for
-            self._variant = None
-            return False
-        return True
+            self._variants.clear()
+            return 0
+        if host is not None and environments is not None:
+            host.finish(environments[-1])
+        return len(integers)
 
-    def _compiled(self, single: RepeatedStep, stacked: list[Any], integers: Any) -> CompiledStep:
-        if self._variant is None or self._base is not single.variant:
-            self._variant = self.engine.fused_variant(single.variant, stacked, integers, _unroll(single, len(integers)))
-            self._base = single.variant
-        return self._variant
+    def _compiled(
+        self, single: RepeatedStep, stacked: list[Any], integers: Any, environments: list[HostEnvironment] | None
+    ) -> CompiledStep:
+        base = single.variant
+        found = self._variants.get(id(base))
+        if found is None:
+            env = None if environments is None else environments[0]
+            variant = self.engine.fused_variant(base, stacked, integers, _unroll(single, len(integers)), env)
+            found = self._variants[id(base)] = (base, variant)
+        return found[1]
 
     # --- "auto" ---------------------------------------------------------------------------------------------------
 
@@ -152,31 +192,50 @@ class Fusion:
             self.steps = 1  # one by one from now on
         return True
 
-    def _try(self, single: RepeatedStep, batches: list[Any], integers: Any) -> bool:
+    def _try(
+        self, single: RepeatedStep, batches: list[Any], integers: Any, environments: list[HostEnvironment] | None
+    ) -> int:
         """Times the two ways in turn; both do the work that is due, so no batch is lost."""
         stacked = self.stack(batches, single.variant.treedef)
         if stacked is None:
-            return False
+            return 0
         engine = self.engine
         if len(self._singles) <= len(self._fused):
             engine.block_until_ready()
             start = time.perf_counter()
-            for batch, row in zip(batches, integers, strict=True):
-                if not single(batch, row):
-                    # They are alike, so it is the first of them: of another shape than the batches before.
-                    return False
+            ran = _one_by_one(single, batches, integers)
+            if ran < len(batches):
+                return ran
             engine.block_until_ready()
             self._singles.append(time.perf_counter() - start)
-            return True
-        self._compiled(single, stacked, integers)
+            return ran
+        self._compiled(single, stacked, integers, environments)
         engine.block_until_ready()
         start = time.perf_counter()
-        if not self._call(single, stacked, integers):
-            return False
-        engine.block_until_ready()
-        # The first call has warming up to do.
-        self._fused.append(time.perf_counter() - start if self._fused else math.inf)
-        return True
+        ran = self._call(single, stacked, integers, environments)
+        if ran:
+            engine.block_until_ready()
+            # The first call has warming up to do.
+            self._fused.append(time.perf_counter() - start if self._fused else math.inf)
+        return ran
+
+
+def _one_by_one(single: RepeatedStep, batches: list[Any], integers: Any) -> int:
+    """Runs batches in calls of their own, up to the first that is not like the others; says how many ran."""
+    for count, (batch, row) in enumerate(zip(batches, integers, strict=True)):
+        if not single(batch, row):
+            return count
+    return len(batches)
+
+
+def _stacked_rows(first: ResidentBatch, batches: list[Any]) -> list[Any] | None:
+    """The leaves of batches whose data is on the device: what differs between them are the rows."""
+    columns, count, rows = first.columns, len(first.rows), []
+    for batch in batches:
+        if type(batch) is not ResidentBatch or batch.columns is not columns or len(batch.rows) != count:
+            return None
+        rows.append(batch.rows)
+    return [np.concatenate(rows).reshape(len(rows), count), *columns]
 
 
 def _unroll(single: RepeatedStep, steps: int) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jaxlightning.compile.engine import Engine, StepOutput
+    from jaxlightning.compile.host_values import HostEnvironment
     from jaxlightning.compile.variants import CompiledStep
 
 __all__ = ["RepeatedStep"]
@@ -24,6 +25,20 @@ __all__ = ["RepeatedStep"]
 def _counting(count: int) -> Any:
     """What is added to the first step's integers: batch, micro-step and optimizer step count on, int32 `[count, 5]`."""
     return np.arange(count, dtype=np.int32)[:, None] * np.array((0, 1, 1, 0, 1), np.int32)
+
+
+_STEADY = frozenset(
+    f"self.trainer.{name}"
+    for name in (
+        "accumulate_grad_batches", "estimated_stepping_batches", "gradient_clip_val", "limit_train_batches",
+        "log_every_n_steps", "max_epochs", "max_steps", "min_epochs", "min_steps", "num_training_batches",
+    )
+)  # fmt: skip
+
+
+def _moves(key: str) -> bool:
+    """Whether a number is the trainer's and may change while steps run: it is known only when they are booked."""
+    return key.startswith("self.trainer.") and key not in _STEADY
 
 
 class RepeatedStep:
@@ -99,12 +114,8 @@ class RepeatedStep:
         env = engine.environment(*integers[2:].tolist())
         group = self.variant.group
         variant = None if group is None else group.find(env)
-        if variant is None or not variant.repeatable or variant.treedef != self._treedef:
+        if variant is None or not self._follow(variant):
             return False
-        if variant is not self.variant:
-            if self._last and variant.info.plan is not self.variant.info.plan:
-                return False  # other values are logged: those of the steps before have to be taken first
-            self.variant, self._call, self._host = variant, variant.call, variant.info.host
         host = self._host
         inputs = () if host is None else host.inputs(env)
         try:
@@ -115,6 +126,50 @@ class RepeatedStep:
         self._last = result
         if host is not None:
             host.finish(env)
+        return True
+
+    def look_ahead(self, integers: Any) -> list[HostEnvironment] | None:
+        """The numbers of the host in the coming steps, if one variant serves all of them; nothing is written yet.
+
+        Args:
+            integers: The rows of the steps.
+
+        Returns:
+            One environment for each step; None when a Python decision changes in between, or when a number cannot be
+            told before the steps in front of it are booked.
+        """
+        engine, group = self.engine, self.variant.group
+        if group is None or any(map(_moves, engine.effect_facts.host.sources)):
+            return None
+        chosen: CompiledStep | None = None
+        written: dict[str, Any] = {}
+        environments = []
+        try:
+            for row in integers[:, 2:].tolist():
+                env = engine.environment(*row)
+                env.update(written)
+                variant = group.find(env)
+                if variant is None or not (chosen is None or variant is chosen):
+                    return None
+                chosen, host = variant, variant.info.host
+                if host is not None:
+                    values = {key: expression.evaluate(env) for key, (_, expression) in host.writes.items()}
+                    written |= values | {f"hasattr({key})": True for key in values}
+                environments.append(env)
+        except Exception:  # the user's own error: it comes when that step runs
+            return None
+        if chosen is None or not self._follow(chosen) or any(map(_moves, written)):
+            return None
+        return environments
+
+    def _follow(self, variant: CompiledStep) -> bool:
+        """Goes on with a variant for other decisions; False when that has to be left to the ordinary loop."""
+        if not variant.repeatable or variant.treedef != self._treedef:
+            return False
+        if variant is not self.variant:
+            if self._last and variant.info.plan is not self.variant.info.plan:
+                return False  # other values are logged: those of the steps before have to be taken first
+            self.variant, self._call, self._host = variant, variant.call, variant.info.host
         return True
 
     def prepared(self, batches: list[Any]) -> list[Any]:

@@ -66,6 +66,8 @@ class _Recipe:
         batch: Position of the arrays of the batch, None where there is no batch.
         treedef: Structure of the batch.
         positions: Which of its leaves are arrays, None when all are.
+        axis: Axis of the arrays along which the batch lies.
+        steps: Steps in one call, along the first axis of everything that differs between them; 0 for a single one.
     """
 
     kind: str
@@ -78,6 +80,8 @@ class _Recipe:
     batch: int | None = 1
     treedef: Any = None
     positions: Any = None
+    axis: int = 0
+    steps: int = 0
 
 
 class Variants:
@@ -211,23 +215,33 @@ class Variants:
         stacked: Any,
         ints: Any,
         unroll: int,
+        env: HostEnvironment | None,
     ) -> CompiledStep:
-        """The variant for several training batches in one call; see `fused_function`."""
+        """The variant for several training batches in one call; see `fused_function`.
+
+        Arrays that are on the device are the same for all batches (`resident`).
+        """
         steps = len(ints)
+        shared = tuple(isinstance(leaf, jax.Array) for leaf in stacked)
 
         def key() -> tuple[Any, ...]:
             shapes = (engine.state_treedef, treedef, shapes_of(engine.leaves), shapes_of(stacked))
-            return ("fused", steps, unroll, options, engine.binding.mode_key(), *shapes)
+            return (
+                "fused", steps, unroll, options, engine.binding.mode_key(), engine.binding.freezing_key, *shapes
+            )  # fmt: skip
 
         recipe = _Recipe(
             kind="train_fused",
             key=key,
             build=lambda info: fused_function(
-                engine, options, table, joiner(engine, None, treedef, None), unroll, info
+                engine, options, table, joiner(engine, None, treedef, None), unroll, shared, info
             ),
             args=lambda: (engine.leaves, stacked, ints, engine.floats),
             table=table,
+            env=env,
             treedef=treedef,
+            axis=1,
+            steps=steps,
         )
         return self._get(engine, recipe)
 
@@ -360,10 +374,10 @@ class Variants:
     def _trace(self, key: Any, engine: EngineSteps, recipe: _Recipe) -> tuple[StepInfo, Any, tuple[Any, ...]]:
         info = self._info(key, engine, recipe.env)
         function, donate = recipe.build(info), recipe.donate
-        example = (*recipe.args(), *_host_example(info))
+        example = (*recipe.args(), *_host_example(info, recipe.steps))
         if self.checks:
             function, donate = checked(function, self.checks), ()
-        jitted = self.strategy.jit(function, example, donate=donate, batch=recipe.batch)
+        jitted = self.strategy.jit(function, example, donate=donate, batch=recipe.batch, axis=recipe.axis)
         return info, jitted.trace(*example), example
 
     def _info(self, key: Any, engine: EngineSteps, env: HostEnvironment | None) -> StepInfo:
@@ -390,8 +404,9 @@ class Variants:
         group.add(() if host is None else tuple(host.guards.values()), variant, self.moment)
 
 
-def _host_example(info: StepInfo) -> tuple[Any, ...]:
-    return () if info.host is None else info.host.example()
+def _host_example(info: StepInfo, steps: int) -> tuple[Any, ...]:
+    vectors = () if info.host is None else info.host.example()
+    return tuple(np.stack([vector] * steps) for vector in vectors) if steps else vectors
 
 
 def _growing(variant: CompiledStep, engine: EngineSteps, kind: str, table: SlotTable) -> Callable[..., Any]:

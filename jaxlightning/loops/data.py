@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlightning.loops.call import call_lightning_datamodule_hook, call_lightning_module_hook, is_overridden
 from jaxlightning.loops.prefetching import PrefetchedSource, to_device
+from jaxlightning.loops.resident import ResidentSource, resident
 from jaxlightning.loops.stream import GroupedSource, SizedView
 from jaxlightning.utilities.combined_loader import CombinedLoader, as_combined_loader
 from jaxlightning.utilities.exceptions import MisconfigurationException
@@ -72,12 +73,14 @@ class Feed:
         sources: One source per loader.
         inner: The sources, combined in the same way.
         lengths: Batches of each loader after its limit; infinity without a length.
+        resident: The source whose data may be on the device, None where there is none.
     """
 
     combined: CombinedLoader
     sources: list[Any]
     inner: CombinedLoader
     lengths: list[int | float]
+    resident: ResidentSource | None = None
 
     def set_limits(self, limits: list[int | float]) -> None:
         """Say how many batches of each loader a pass takes; what reads ahead reads no further."""
@@ -149,6 +152,7 @@ def make_feed(
     prefix = stage.dataloader_prefix
     sources: list[Any] = []
     lengths: list[int | float] = []
+    on_device: ResidentSource | None = None
     group = trainer.strategy.batches_per_step
     record_indices = stage == RunningStage.PREDICTING and has_prediction_writer(trainer)
     for loader in combined.flattened:
@@ -172,6 +176,9 @@ def make_feed(
                 " shuffling off for val/test dataloaders.",
                 category=PossibleUserWarning,
             )
+        if stage == RunningStage.TRAINING:
+            each = resident(trainer, each, len(combined.flattened))
+            on_device = each if isinstance(each, ResidentSource) else None  # type: ignore[unreachable]
         if group > 1:
             each = GroupedSource(each, group)  # type: ignore[assignment]
         if trainer._prefetch_batches:
@@ -182,7 +189,7 @@ def make_feed(
         sources.append(each)
         lengths.append(count_batches(stage, _length(each, loader), limit))
     inner = CombinedLoader(combined._unflatten([SizedView(each) for each in sources]), combined.mode)
-    return Feed(combined, sources, inner, lengths)
+    return Feed(combined, sources, inner, lengths, on_device)
 
 
 def has_prediction_writer(trainer: Trainer) -> bool:

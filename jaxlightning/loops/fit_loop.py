@@ -218,6 +218,8 @@ class FitLoop(Loop):
         if not self._stream_is_fresh:
             stream.start(bare=True)
         self._stream_is_fresh = False
+        if feed.resident is not None:
+            feed.resident.settle()
         profiler = trainer._active_profiler
         timed = nullcontext() if profiler is None else profiler.profile("run_training_epoch")
         with timed, no_stray_stop_iteration(trainer.lightning_module):

@@ -155,7 +155,7 @@ class QuietBatches:
         before, done = current.ready, step_total.completed
         self._step, self._results, self._booked = step, results, done
         try:
-            if fusion is not None and fusion.active and not step.uses_host_numbers:
+            if fusion is not None and fusion.takes(step):
                 self._fused(step, fusion, integers, batches, optimizer.step)
             else:
                 self._singly(step, integers, batches, optimizer.step)
@@ -232,7 +232,7 @@ class QuietBatches:
         start, size = 0, fusion.steps
         while start < len(integers):
             stop = min(start + self._until_log_point(), len(integers))
-            while fusion.active and start + size <= stop:
+            while fusion.takes(step) and start + size <= stop:
                 if not self._together(step, fusion, integers[start : start + size], batches, steps):
                     return
                 start += size
@@ -270,14 +270,16 @@ class QuietBatches:
             step_current.completed += 1
         if waiting:  # a call that is compiled now takes the weights of epoch means from these batches
             self._results.start_batch(waiting[0], None)
-        if len(waiting) < size or not fusion.run(step, waiting, integers):
+        ran = fusion.run(step, waiting, integers) if len(waiting) == size else 0
+        if ran:
+            self._last = waiting[ran - 1]
+        if ran < size:
             for counter in (total, current):
-                counter.ready -= len(waiting)
+                counter.ready -= len(waiting) - ran
             for counter in (step_total, step_current):
-                counter.completed -= len(waiting)
-            self._stream.returned.extend([*waiting, *rest])
+                counter.completed -= len(waiting) - ran
+            self._stream.returned.extend([*waiting[ran:], *rest])
             return False
-        self._last = waiting[-1]
         if (now := time.monotonic()) >= self._queue.due:
             self._queue.flush_ready(now)
         return True

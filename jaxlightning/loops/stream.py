@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlightning.compile.resident import ResidentBatch
 from jaxlightning.utilities.combined_loader import CombinedLoader
 
 END = object()
@@ -46,6 +47,8 @@ def concatenate(batches: list[Any]) -> Any:
     if isinstance(first, dict):
         joined = {key: concatenate([batch[key] for batch in batches]) for key in first}
         return joined if type(first) is dict else type(first)(joined)
+    if type(first) is ResidentBatch:
+        return ResidentBatch(np.concatenate([batch.rows for batch in batches]), first.columns, first.layout)
     if isinstance(first, (list, tuple)):
         if first and all(isinstance(item, (str, bytes)) for item in first):
             return type(first)(item for batch in batches for item in batch)

@@ -45,7 +45,13 @@ class Strategy:
         raise NotImplementedError
 
     def jit(
-        self, function: Callable[..., Any], example: tuple[Any, ...], *, donate: tuple[int, ...], batch: int | None
+        self,
+        function: Callable[..., Any],
+        example: tuple[Any, ...],
+        *,
+        donate: tuple[int, ...],
+        batch: int | None,
+        axis: int = 0,
     ) -> Any:
         """A jitted function for this strategy's devices.
 
@@ -54,6 +60,7 @@ class Strategy:
             example: Arguments of the shapes that it will get.
             donate: Indices of arguments whose buffers may be reused.
             batch: Index of the argument that holds the batch's arrays, or None.
+            axis: Axis of these arrays along which the batch lies.
         """
         raise NotImplementedError
 
@@ -70,7 +77,13 @@ class SingleDeviceStrategy(Strategy):
         return jax.device_put(tree) if self._default else jax.device_put(tree, self.devices[0])
 
     def jit(
-        self, function: Callable[..., Any], example: tuple[Any, ...], *, donate: tuple[int, ...], batch: int | None
+        self,
+        function: Callable[..., Any],
+        example: tuple[Any, ...],
+        *,
+        donate: tuple[int, ...],
+        batch: int | None,
+        axis: int = 0,
     ) -> Any:
         if self._default:
             return jax.jit(function, donate_argnums=donate)
@@ -91,21 +104,39 @@ class DataParallelStrategy(Strategy):
         self.batches_per_step = len(self.devices)
         self.mesh = jax.sharding.Mesh(np.array(self.devices), ("data",))
         self._everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())  # type: ignore[no-untyped-call]
-        self._split = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("data"))  # type: ignore[no-untyped-call]
+        self._splits = [
+            jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*before, "data"))  # type: ignore[no-untyped-call]
+            for before in ((), (None,))
+        ]
 
     def put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._everywhere)
 
-    def batch_sharding(self, leaf: Any) -> Any:
-        """Split along axis 0 where it divides evenly; a shorter last batch is computed on every device instead."""
+    def batch_sharding(self, leaf: Any, axis: int = 0) -> Any:
+        """Split along the batch's axis where it divides evenly; a shorter last batch is computed on every device.
+
+        What every device holds already (data that steps gather rows of) stays so.
+        """
         shape = np.shape(leaf)
-        return self._split if shape and shape[0] and shape[0] % len(self.devices) == 0 else self._everywhere
+        if isinstance(leaf, jax.Array) and leaf.sharding == self._everywhere:
+            return self._everywhere
+        if len(shape) <= axis or not shape[axis] or shape[axis] % len(self.devices):
+            return self._everywhere
+        return self._splits[axis]
 
     def jit(
-        self, function: Callable[..., Any], example: tuple[Any, ...], *, donate: tuple[int, ...], batch: int | None
+        self,
+        function: Callable[..., Any],
+        example: tuple[Any, ...],
+        *,
+        donate: tuple[int, ...],
+        batch: int | None,
+        axis: int = 0,
     ) -> Any:
         shardings = [
-            jax.tree.map(self.batch_sharding, argument) if i == batch else self._everywhere
+            jax.tree.map(functools.partial(self.batch_sharding, axis=axis), argument)
+            if i == batch
+            else self._everywhere
             for i, argument in enumerate(example)
         ]
         return jax.jit(function, donate_argnums=donate, in_shardings=tuple(shardings), out_shardings=self._everywhere)
