@@ -85,6 +85,5 @@ def on_host(batch: Any) -> Any:
     """The batch as numpy arrays, for whoever looks at it outside of a step."""
     if type(batch) is not ResidentBatch:
         return batch
-    return jax.tree.map(
-        np.asarray, ResidentBatch(batch.rows, batch.columns, RowLayout(batch.layout.structure)).gathered()
-    )
+    alone = RowLayout(batch.layout.structure)
+    return jax.tree.map(np.asarray, ResidentBatch(batch.rows, batch.columns, alone).gathered())

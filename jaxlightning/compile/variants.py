@@ -10,6 +10,9 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
+
 from jaxlightning.compile.checks import checked, raising
 from jaxlightning.compile.compile_report import CompileReports
 from jaxlightning.compile.compiled_step import CompiledStep

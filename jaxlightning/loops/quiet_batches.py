@@ -270,14 +270,18 @@ class QuietBatches:
             step_current.completed += 1
         if waiting:  # a call that is compiled now takes the weights of epoch means from these batches
             self._results.start_batch(waiting[0], None)
-        ran = fusion.run(step, waiting, integers) if len(waiting) == size else 0
-        if ran:
-            self._last = waiting[ran - 1]
-        if ran < size:
+        ran = 0
+        try:
+            if len(waiting) == size:
+                ran = fusion.run(step, waiting, integers)
+        finally:  # also when the step cannot be compiled for several batches
             for counter in (total, current):
                 counter.ready -= len(waiting) - ran
             for counter in (step_total, step_current):
                 counter.completed -= len(waiting) - ran
+        if ran:
+            self._last = waiting[ran - 1]
+        if ran < size:
             self._stream.returned.extend([*waiting[ran:], *rest])
             return False
         if (now := time.monotonic()) >= self._queue.due:

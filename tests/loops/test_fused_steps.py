@@ -148,7 +148,7 @@ def test_a_convolution_on_a_cpu_is_written_out(tmp_path: Path) -> None:
         np.testing.assert_allclose(fused.state_dict()[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize(("fused_seconds", "kept"), [(0.5, 16), (2.0, 1)])
+@pytest.mark.parametrize(("fused_seconds", "kept"), [(0.5, 25), (2.0, 1)])
 def test_auto_keeps_single_steps_unless_fused_ones_are_faster(
     fused_seconds: float, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +158,7 @@ def test_auto_keeps_single_steps_unless_fused_ones_are_faster(
     take = fused_step.RepeatedStep.take
 
     def slow_single(self: Any, batch: Any, row: Any) -> bool:
-        now[0] += 1.0 / 16
+        now[0] += 1.0 / 25
         return single(self, batch, row)
 
     def slow_take(self: Any, result: Any) -> None:
@@ -205,6 +205,69 @@ def test_other_values_are_refused(value: Any) -> None:
         pl.Trainer(steps_per_dispatch=value)
 
 
-def test_several_devices_refuse_a_number(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match="one device"):
-        _fit(tmp_path, Loader(4), steps_per_dispatch=4, strategy="ddp", devices=2)
+def test_several_devices_fuse_bit_identically(tmp_path: Path) -> None:
+    loader = Loader(80)  # two batches of the loader make one for both devices
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+    four, fused, fused_rows = _fit(tmp_path / "4", loader, steps_per_dispatch=4, **options)
+    _, single, rows = _fit(tmp_path / "1", loader, **options)
+    assert four._engine.trace_counts["train_fused"] == 1
+    assert fused_rows == rows
+    _assert_same_state(fused, single)
+    batch = four._engine.compiled["train_fused"]._compiled.input_shardings[0][1]
+    assert [sharding.spec for sharding in batch] == [jax.sharding.PartitionSpec(None, "data")] * 2
+
+
+@pytest.mark.parametrize(("every", "steps"), [(50, 25), (10, 10), (5, 5), (1, 1), (0, 25), (47, 23), (100, 25)])
+def test_auto_leaves_few_steps_over_before_a_log_point(every: int, steps: int) -> None:
+    assert fused_step.auto_steps(every) == steps
+
+
+class Counting(Seeded):
+    """Numbers of the host: one that is counted, one that is only read, decisions by both."""
+
+    def __init__(self, often: int) -> None:
+        super().__init__()
+        self.often, self.count, self.scale, self.seen = often, 0, 0.5, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> jax.Array:
+        self.count += 1
+        loss = super().training_step(batch, batch_idx) * (1.0 + self.scale * self.count / 100 + batch_idx / 50)
+        if self.count % self.often == 0 or batch_idx > 30:
+            self.seen = self.count
+            loss = loss * 0.5
+        return loss / (1 + self.trainer.max_epochs)
+
+
+@pytest.mark.parametrize(("often", "fuses"), [(13, True), (2, False)])
+def test_steps_that_count_and_decide_are_fused_between_their_decisions(often: int, fuses: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"log_every_n_steps": 20, "max_epochs": 1 + fuses}
+    four, fused, fused_rows = _fit(tmp_path / "4", Loader(40), Counting(often), steps_per_dispatch=4, **options)
+    _, single, rows = _fit(tmp_path / "1", Loader(40), Counting(often), **options)
+    assert ("train_fused" in four._engine.trace_counts) is fuses
+    assert fused_rows == rows
+    _assert_same_state(fused, single)
+    assert (fused.count, fused.seen) == (single.count, single.seen) == (40 * (1 + fuses), single.seen)
+
+
+def test_an_attribute_made_in_a_step_is_counted_in_fused_ones(tmp_path: Path) -> None:
+    class Makes(Seeded):
+        def training_step(self, batch: Any, batch_idx: int) -> jax.Array:
+            self.total = getattr(self, "total", 0) + batch_idx
+            return super().training_step(batch, batch_idx) / (1 + self.trainer.num_training_batches)
+
+    four, fused, rows = _fit(tmp_path / "4", Loader(40), Makes(), steps_per_dispatch=4, max_epochs=1)
+    _, single, expected = _fit(tmp_path / "1", Loader(40), Makes(), max_epochs=1)
+    assert four._engine.trace_counts["train_fused"] >= 1
+    assert rows == expected
+    assert fused.total == single.total == sum(range(40))
+    _assert_same_state(fused, single)
+
+
+def test_a_step_that_stops_training_stops_where_it_does_alone(tmp_path: Path) -> None:
+    class Stops(Seeded):
+        def training_step(self, batch: Any, batch_idx: int) -> jax.Array:
+            if self.global_step == 13:
+                self.trainer.should_stop = True
+            return super().training_step(batch, batch_idx)
+
+    assert _fit(tmp_path, Loader(40), Stops(), steps_per_dispatch=4)[0].global_step == 14

@@ -1,4 +1,4 @@
-"""`Trainer(data_on_device=...)`: steps gather the rows, and nothing that can be seen differs from batches of the host."""
+"""`Trainer(data_on_device=...)`: steps gather the rows, and nothing that can be seen differs from host batches."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_a_hook_that_comes_with_the_training_gets_arrays(tmp_path: Path) -> None
             if trainer.current_epoch == 1:
                 trainer.callbacks.append(Watch())
 
-    trainer, ours, _ = _fit(tmp_path / "auto", _arrays(), "auto", callbacks=[Adds()])
+    _, ours, _ = _fit(tmp_path / "auto", _arrays(), "auto", callbacks=[Adds()])
     _, plain, _ = _fit(tmp_path / "host", _arrays(), False)
     assert {type(leaf) for batch in seen for leaf in batch} <= {np.ndarray}
     _assert_same(ours, plain)
