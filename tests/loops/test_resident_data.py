@@ -150,15 +150,17 @@ def test_images_of_torchvision_are_on_the_device_as_their_transform_gives_them(t
 
 
 def test_a_resume_in_the_middle_of_an_epoch_continues_with_the_same_rows(tmp_path: Path) -> None:
-    _, whole, _ = _fit(tmp_path / "whole", _arrays(), False, Plain(), max_epochs=2)
-    first, _, _ = _fit(tmp_path / "first", _arrays(), True, Plain(), max_steps=18, max_epochs=-1)
-    first.save_checkpoint(tmp_path / "middle.ckpt")
+    _, whole, _ = _fit(tmp_path / "whole", _arrays(), False, Plain(), max_steps=26, max_epochs=-1)
+    saving = jl.callbacks.ModelCheckpoint(tmp_path / "kept", filename="middle", every_n_train_steps=18)
+    options: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": 26, "max_epochs": -1}
+    first, _, _ = _fit(tmp_path / "first", _arrays(), True, Plain(), **options)
+    assert _is_resident(first)
     trainer = jl.Trainer(
-        max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_steps=26, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp_path, data_on_device=True,
     )  # fmt: skip
     again = Plain()
-    trainer.fit(again, _arrays(), ckpt_path=tmp_path / "middle.ckpt")
+    trainer.fit(again, _arrays(), ckpt_path=saving.best_model_path)
     assert _is_resident(trainer)
     _assert_same(again, whole)
 
