@@ -118,8 +118,9 @@ class Trainer(TrainerVerbs, TrainerProperties):
             batches). Calls never cross a log point, validation, checkpoint, the end of an epoch or a Python decision
             that changes, and batches run one by one where a hook of yours runs per batch.
         data_on_device: Keep training data that is in arrays (`ArrayLoader`, what the fast path reads) on the device, so
-            that steps get row numbers and gather the rows: "auto" where it fits into a quarter of the device's memory,
-            a float for another part of it, True raises where it cannot, False never does. Batches are the same bits.
+            that steps get row numbers and gather the rows: "auto" on accelerators where it fits into a quarter of the
+            memory, a float up to 1.0 where it fits into that part of any device's, True raises where it cannot, False
+            never does. Batches are the same bits.
         prefetch_batches: Read this many batches ahead in a background thread and send them to the accelerator; for
             loaders that wait for files or decode images. Never beyond a `limit_*_batches`.
         checkify: JAX's run-time checks in every step, raised on the host: "nan", "div", "oob", "user", several of them

@@ -73,6 +73,9 @@ def _hooks_with_batches(trainer: Trainer) -> str | None:
 
 def _reason_against(trainer: Trainer, loaders: int) -> str | None:
     """Why the data of this run stays on the host, None when nothing speaks against it so far."""
+    if trainer._data_on_device == "auto" and trainer.strategy.root_device.platform == "cpu":
+        # The same memory, and the same cores that gather: 0.7 us by numpy, 3 us in the compiled step for 32 rows of 32.
+        return "on a CPU that gains nothing (a number, or True, keeps it there all the same)"
     if type(trainer._engine) is not Engine:
         return (
             "batches are padded on the host" if trainer._pad_batches else "the step is a function that gets the batch"

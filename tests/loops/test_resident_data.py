@@ -149,6 +149,7 @@ def test_images_of_torchvision_are_on_the_device_as_their_transform_gives_them(t
     _assert_same(ours, plain)
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_resume_in_the_middle_of_an_epoch_continues_with_the_same_rows(tmp_path: Path) -> None:
     _, whole, _ = _fit(tmp_path / "whole", _arrays(), False, Plain(), max_steps=26, max_epochs=-1)
     saving = jl.callbacks.ModelCheckpoint(tmp_path / "kept", filename="middle", every_n_train_steps=18)
@@ -183,7 +184,7 @@ def test_data_that_changes_between_two_passes_is_seen_as_on_the_host(tmp_path: P
             self.array[[3, 4]] = self.array[[4, 3]]
 
     results = []
-    for on_device in ("auto", False):
+    for on_device in (0.5, False):
         x, y = _data()
         loader = jl.ArrayLoader(x, y, batch_size=16)
         _, module, rows = _fit(tmp_path / str(on_device), loader, on_device, callbacks=[Change(x)])
@@ -211,7 +212,7 @@ def test_hooks_that_receive_batches_get_arrays(where: str, tmp_path: Path) -> No
 
     module = {"callback": Net, "module": Watching, "transfer": Moving}[where]()
     options = {"callbacks": [Watch()]} if where == "callback" else {}
-    _fit(tmp_path / "auto", _arrays(), "auto", module, max_epochs=1, **options)
+    _fit(tmp_path / "auto", _arrays(), 0.5, module, max_epochs=1, **options)
     assert {type(leaf) for batch in seen for leaf in batch} == {np.ndarray}
     with pytest.raises(MisconfigurationException, match="cannot be kept on the device"):
         _fit(tmp_path / "true", _arrays(), True, module, **options)
@@ -229,7 +230,7 @@ def test_a_hook_that_comes_with_the_training_gets_arrays(tmp_path: Path) -> None
             if trainer.current_epoch == 1:
                 trainer.callbacks.append(Watch())
 
-    _, ours, _ = _fit(tmp_path / "auto", _arrays(), "auto", callbacks=[Adds()])
+    _, ours, _ = _fit(tmp_path / "auto", _arrays(), 0.5, callbacks=[Adds()])
     _, plain, _ = _fit(tmp_path / "host", _arrays(), False)
     assert {type(leaf) for batch in seen for leaf in batch} <= {np.ndarray}
     _assert_same(ours, plain)
@@ -269,11 +270,19 @@ def test_data_beyond_the_budget_stays_on_the_host(
     x, y = _data()
     monkeypatch.setattr(resident, "device_memory", lambda device: 4 * (x.nbytes + y.nbytes // 2) - 4)
     caplog.set_level(logging.INFO, "jaxlightning")
-    trainer, _, _ = _fit(tmp_path / "quarter", _arrays(), "auto", max_epochs=1, log_compiles=True)
+    trainer, _, _ = _fit(tmp_path / "quarter", _arrays(), 0.25, max_epochs=1)
     assert not _is_resident(trainer)
     assert any("more than the" in text for text in caplog.messages)
     trainer, _, _ = _fit(tmp_path / "half", _arrays(), 0.5, max_epochs=1)
     assert _is_resident(trainer)
+
+
+def test_by_itself_data_goes_to_accelerators_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jaxlightning")
+    trainer, _, _ = _fit(tmp_path, _arrays(), "auto", max_epochs=1, log_compiles=True)
+    on_cpu = jax.devices()[0].platform == "cpu"
+    assert (trainer.fit_loop.feed.resident is None) is on_cpu
+    assert any("gains nothing" in text for text in caplog.messages) is on_cpu
 
 
 def test_a_loader_without_arrays_is_read_as_ever(tmp_path: Path) -> None:
@@ -285,7 +294,7 @@ def test_a_loader_without_arrays_is_read_as_ever(tmp_path: Path) -> None:
             x, y = _data()
             return iter([(x[:16], y[:16])] * 5)
 
-    trainer, _, _ = _fit(tmp_path / "auto", Batches(), "auto", max_epochs=1)
+    trainer, _, _ = _fit(tmp_path / "auto", Batches(), 0.5, max_epochs=1)
     assert not _is_resident(trainer)
     with pytest.raises(MisconfigurationException, match="not read from arrays"):
         _fit(tmp_path / "true", Batches(), True)
