@@ -53,7 +53,7 @@ class FitLoop(Loop):
                 f"`max_epochs` must be a non-negative integer or -1. You passed in {max_epochs!r}."
             )
         self.min_epochs = min_epochs
-        self.max_epochs = max_epochs
+        self.max_epochs: int | None = None if max_epochs is None else int(max_epochs)
         self.epoch_loop = TrainingEpochLoop(trainer, min_steps, max_steps)
         self.epoch_progress = Progress()
         self.max_batches: int | float = _INF
