@@ -152,7 +152,7 @@ class Engine(EngineTraining):
         super().zero_grad()
 
     def state_dict(self, copies: HostCopies | None = None) -> dict[str, Any]:
-        """As `EngineState.state_dict`; of a module that optimizes by itself only gradients that are there."""
+        """As `EngineCheckpoint.state_dict`; of a module that optimizes by itself only gradients that are there."""
         sections = super().state_dict(copies)
         if not self.module.automatic_optimization:
             sections["gradients"] = self.manual.held(sections["gradients"])
