@@ -71,7 +71,7 @@ test-all:
 .PHONY: test-everything
 test-everything: $(READY_TEST)
 	@$(PY) -m pytest -n 2 --dist loadfile --write-status $(ARGS)
-	@$(PY) tests/conformance/differential/run.py --seeds 0:300 --jobs 2
+	@$(PY) tests/conformance/differential/run.py --seeds 0:300 --jobs 2 --write-status
 
 # A type checker cannot see that adapters/ is installed as jaxlightning.adapters, so it reads an installed copy.
 lint: $(READY_TEST)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,17 @@ os.environ["MPLBACKEND"] = "agg"
 for _name in [name for name in os.environ if name.startswith(("PL_", "SLURM_")) or name == "JAX_ENABLE_X64"]:
     del os.environ[_name]
 
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests of interrupts, in this process
+# and in scripts that they start, need what a program in the foreground has.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # TensorFlow and triton (which torch imports when it likes) each carry an LLVM: loading triton second is a segmentation
 # fault (seen with tensorflow 2.21 and triton 3.8), loading it first is fine.
 if importlib.util.find_spec("tensorflow") is not None and importlib.util.find_spec("triton") is not None:
     importlib.import_module("triton")
 
-pytest_plugins = ["conformance.plugin", "support.resume_report"]
+pytest_plugins = ["conformance.plugin", "support.resume_report", "support.suite_report"]
 
 # --- Tests of packages that are not here -------------------------------------------------------------------
 
@@ -73,6 +80,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reasons = [marker for marker in missing if item.get_closest_marker(marker) is not None]
         config.stash[_LEFT_OUT].update(reasons[:1])
         (dropped if reasons else kept).append(item)
+    from support import suite_report  # as a plugin it is first imported by pytest
+
+    suite_report.note_collected(config, kept, dropped)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
@@ -146,12 +156,14 @@ def _threads() -> set[threading.Thread]:
 def _children() -> dict[int, str]:
     """Process id to command of every child process, zombies left out."""
     found: dict[int, str] = {child.pid: child.name for child in multiprocessing.active_children() if child.pid}
-    for listing in Path("/proc/self/task").glob("*/children"):
+    # Twice per test, for each of a hundred threads: pathlib would take a millisecond longer.
+    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ():
         try:
-            pids = [int(word) for word in listing.read_text().split()]
+            with open(f"/proc/self/task/{thread}/children", "rb") as listing:
+                pids = listing.read().split()
         except OSError:  # the thread ended while it was looked at
             continue
-        for pid in pids:
+        for pid in map(int, pids):
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             except OSError:
@@ -202,11 +214,19 @@ def _wait_until_gone(found: Any) -> Any:
     return left
 
 
+@pytest.fixture(scope="session")
+def _homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """New directories; `mktemp` would look through those of all tests before for a free number."""
+    parent = tmp_path_factory.mktemp("cwd")
+    return (parent / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+def _leaves_nothing_behind(_homes: Iterator[Path]) -> Generator[None]:
     """Run the test in an empty directory; fail it when it leaks."""
     start = Path.cwd()
-    home = tmp_path_factory.mktemp("cwd", numbered=True)
+    home = next(_homes)
+    home.mkdir()
     os.chdir(home)
     environment, options = _environment(), _jax_options()
     threads, children = _threads(), _children()

@@ -50,6 +50,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:60", help="first:last (last not included), or numbers with commas")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     parser.add_argument("--show", action="store_true", help="print the configurations")
+    parser.add_argument("--write-status", action="store_true", help="write the result to tests/RESULT.md")
     parser.add_argument("--progress", action="store_true", help="print a line per seed to stderr")
     options = parser.parse_args()
     first, colon, last = options.seeds.partition(":")
@@ -68,7 +69,12 @@ def main() -> int:
             from conformance.differential.sampling import sample
 
             print(pformat(sample(seed), sort_dicts=False, width=140), flush=True)
-    print(f"{len(seeds) - len(failed)} of {len(seeds)} seeds agree; {total / max(1, len(seeds)):.2f} s per seed")
+    said = f"{len(seeds) - len(failed)} of {len(seeds)} seeds agree"
+    print(f"{said}; {total / max(1, len(seeds)):.2f} s per seed")
+    if options.write_status:
+        from support.suite_report import note_command
+
+        note_command(f"tests/conformance/differential/run.py --seeds {options.seeds}", said, total)
     if failed:
         print("failed:", ",".join(map(str, failed)))
     return 1 if failed else 0
