@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -121,6 +122,12 @@ def visible_metrics(trainer: Any) -> dict[str, float]:
     }
 
 
+def _as_list(found: Any) -> list[Any]:
+    if found is None:
+        return []
+    return found if isinstance(found, list) else [found]
+
+
 def send(target: Any, log: dict[str, Any], value: Any) -> None:
     """Make one call of `log`, or of `log_dict` with two keys."""
     if log["as_dict"]:
@@ -142,12 +149,17 @@ class Model:
     def set_up(self) -> None:
         """Make the network and the attributes that steps read."""
         self.net = self.side.network()
+        if plan := self.probe.config.get("manual"):
+            self.automatic_optimization = False
+            if len(plan["every"]) == 2:
+                self.other = self.side.network()
         # A word, not a number: in a compiled step a Python number of the module is an input, a word is a constant.
         self.epoch_word = "0"
 
-    def loss_of(self, batch: Any) -> Any:
+    def loss_of(self, batch: Any, network: Any = None) -> Any:
         """Return the loss of a batch: linear in the weights, or quadratic."""
-        outputs = [self.net(leaf) for leaf in leaves(batch)]
+        net = self.net if network is None else network
+        outputs = [net(leaf) for leaf in leaves(batch)]
         if self.probe.config["step"]["quadratic"]:
             return sum((out * out).mean() for out in outputs) / 8
         return sum(out.mean() for out in outputs)
@@ -161,12 +173,64 @@ class Model:
                 send(self, log, values[log["value"]])
 
     def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        if plan := self.probe.config.get("manual"):
+            return self.manual_step(batch, batch_idx, plan)
         loss = self.loss_of(batch)
         self.step_logs("training_step", batch, loss)
         step = self.probe.config["step"]
         if int(self.epoch_word) in step["none_epochs"]:
             return None
         return loss if step["returns"] == "tensor" else {"loss": loss, "extra": loss * 2}
+
+    def manual_step(self, batch: Any, batch_idx: Any, plan: dict[str, Any]) -> Any:
+        """Optimize as the configuration wants, written as in any module for either side."""
+        optimizers, losses = _as_list(self.optimizers()), []  # type: ignore[attr-defined]
+        networks = [self.net, self.other] if hasattr(self, "other") else [self.net]
+        for optimizer, network, every in zip(optimizers, networks, plan["every"], strict=True):
+            with optimizer.toggle_model() if plan["toggle"] else contextlib.nullcontext():
+                losses.append(self.optimize(optimizer, network, every, batch, batch_idx, plan))
+        if plan["rates"] == "batch" and batch_idx == 1:
+            self.step_rates(None)
+        self.step_logs("training_step", batch, losses[0])
+        if plan["returns"] == "nothing":
+            return None
+        return losses[-1] if self.probe.config["step"]["returns"] == "tensor" else {"loss": losses[0], "x": losses[-1]}
+
+    def optimize(
+        self, optimizer: Any, network: Any, every: int, batch: Any, batch_idx: Any, plan: dict[str, Any]
+    ) -> Any:
+        """Add the gradients of one network, and step its optimizer when its window is full."""
+        if plan["zero"] == "before" and batch_idx % every == 0 and not plan["closure"]:
+            optimizer.zero_grad()
+
+        def closure() -> Any:
+            loss = self.loss_of(batch, network)
+            if plan["closure"]:
+                optimizer.zero_grad()
+            self.manual_backward(loss)  # type: ignore[attr-defined]
+            return loss
+
+        if plan["closure"]:
+            return optimizer.step(closure=closure)
+        loss = closure()
+        if (batch_idx + 1) % every == 0:
+            if plan["clip"]:
+                self.clip_gradients(  # type: ignore[attr-defined]
+                    optimizer, gradient_clip_val=0.25, gradient_clip_algorithm=plan["clip"]
+                )
+            optimizer.step()
+            if plan["zero"] == "after":
+                optimizer.zero_grad()
+        return loss
+
+    def step_rates(self, metric: float | None) -> None:
+        """Step the schedulers by hand; those that watch a metric only with one."""
+        configs = (self.probe.config.get("schedulers") or {}).get("configs", [])
+        for scheduler, config in zip(_as_list(self.lr_schedulers()), configs, strict=True):  # type: ignore[attr-defined]
+            if config["scheduler"] != "ReduceLROnPlateau":
+                scheduler.step()
+            elif metric is not None:
+                scheduler.step(metric)
 
     def validation_step(self, batch: Any, batch_idx: Any, dataloader_idx: int = 0) -> Any:
         loss = self.loss_of(batch)
@@ -181,17 +245,20 @@ class Model:
 
     def configure_optimizers(self) -> Any:
         step, plan = self.probe.config["step"], self.probe.config.get("schedulers")
-        optimizer = self.side.sgd(self, lr=step["lr"], momentum=step["momentum"])
+        optimizer = self.side.sgd(self.net, lr=step["lr"], momentum=step["momentum"])
+        optimizers = [optimizer]
+        if hasattr(self, "other"):
+            optimizers.append(self.side.sgd(self.other, lr=step["lr"] / 2))
         if plan is None:
-            return optimizer
+            return optimizers if len(optimizers) == 2 else optimizer
         configs = []
         for spec in plan["configs"]:
             rest = {key: value for key, value in spec.items() if key not in ("scheduler", "options")}
             scheduler = getattr(self.side.lr_scheduler, spec["scheduler"])(optimizer, **spec["options"])
             configs.append({"scheduler": scheduler, **rest})
-        if plan["form"] == "dict":
+        if plan["form"] == "dict" and len(optimizers) == 1:
             return {"optimizer": optimizer, "lr_scheduler": configs[0]}
-        return [optimizer], configs
+        return optimizers, configs
 
 
 class Loaders:
@@ -246,6 +313,8 @@ def with_hooks(base: type, owner: str, hooks: Iterable[str], probe: Probe, **ext
                 probe.host_logs(owner, name, trainer, self, rest)
             if owner == "module" and name == "on_train_epoch_end":
                 self.epoch_word = str(trainer.current_epoch + 1)
+                if (probe.config.get("manual") or {}).get("rates") == "epoch":
+                    self.step_rates(1.0)
             if owner == "callback" and probe.wanted(plans["stop"], name, trainer, rest):
                 trainer.should_stop = True
             if owner == "callback" and probe.wanted(plans["raise"], name, trainer, rest):

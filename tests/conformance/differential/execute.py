@@ -183,6 +183,8 @@ def _trainer(side: Side, config: dict[str, Any], probe: Probe, root: Path, callb
     for kind in config["loggers"]:
         loggers.append(side.recording_logger(probe) if kind == "record" else side.pl.loggers.CSVLogger(str(root)))
     options: dict[str, Any] = {"jit": config["jit"]} if side.name == "jaxlightning" else {}
+    if options and config.get("steps_per_dispatch"):
+        options["steps_per_dispatch"] = config["steps_per_dispatch"]
     return side.pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -226,6 +228,7 @@ def _counters(trainer: Any) -> dict[str, Any]:
         ("batch_progress", epoch_loop.batch_progress),
         ("val_batch_progress", epoch_loop.val_loop.batch_progress),
         ("optimizer", epoch_loop.automatic_optimization.optim_progress),
+        ("manual", epoch_loop.manual_optimization.optim_step_progress),
     ]:
         counters[name] = _nested(progress.state_dict())
     return counters

@@ -33,6 +33,9 @@ def sample_resume(seed: int, config: Config) -> Config | None:
         return None
     if any(plans[name] for name in ("stop", "raise", "skip")) or config["step"]["none_epochs"]:
         return None
+    # Gradients that wait for a later batch are lost there.
+    if config["manual"] and config["manual"]["every"] != [1]:
+        return None
     epoch = rng.choice([0, 0, 1])
     if rng.random() < 0.35:
         # With a step limit Lightning takes a finished epoch for one that goes on (batch 3 of 3), and it forgets the

@@ -22,7 +22,7 @@ SKIPPED = {
         "tests/resume"
     ),
     "a resume after an epoch with a step limit": "Lightning takes batch 3 of 3 for one that comes; tests/resume",
-    "manual optimization (MO, HK23)": "issue 4",
+    "gradients of manual optimization that wait across a resume (MO08)": "Lightning loses them; tests/compile",
     "time-based intervals and Timer (TF19, TM)": "not deterministic; own tests",
     "training_step that returns None at some batches of an epoch": "a compiled step decides it once: whole epochs here",
     "clipping by value in an epoch without gradients": "torch itself raises there",

@@ -12,6 +12,7 @@ from typing import Any
 from conformance.differential.data import ends_early
 from conformance.differential.resuming import sample_resume
 from conformance.differential.sampling_logs import sample_logs
+from conformance.differential.sampling_manual import sample_dispatch, sample_manual
 from conformance.differential.sampling_schedulers import sample_schedulers
 
 Config = dict[str, Any]
@@ -65,6 +66,8 @@ def sample(seed: int) -> Config:
         config["flags"]["gradient_clip_algorithm"] = "norm"
     _make_sensible(rng, config)
     config["schedulers"] = sample_schedulers(seed, config["logs"])
+    config["manual"] = sample_manual(seed, config)
+    config["steps_per_dispatch"] = sample_dispatch(seed, config)
     config["resume"] = sample_resume(seed, config)
     return config
 

@@ -63,8 +63,8 @@ class Side:
         """Make the network: rows `[n, 2]` to `[n]`, with the weights `WEIGHTS`."""
         raise NotImplementedError
 
-    def sgd(self, module: Any, **options: Any) -> Any:
-        """Make the optimizer."""
+    def sgd(self, network: Any, **options: Any) -> Any:
+        """Make the optimizer of a network, or of a module's networks."""
         raise NotImplementedError
 
     def convert(self, rows: np.ndarray) -> Any:
@@ -111,14 +111,14 @@ class LightningSide(Side):
 
         return Net()
 
-    def sgd(self, module: Any, **options: Any) -> Any:
-        return self.torch.optim.SGD(module.parameters(), **options)
+    def sgd(self, network: Any, **options: Any) -> Any:
+        return self.torch.optim.SGD(network.parameters(), **options)
 
     def convert(self, rows: np.ndarray) -> Any:
         return self.torch.from_numpy(rows)
 
     def weights(self, module: Any) -> list[float] | None:
-        return [float(each) for each in module.net.w]
+        return [float(each) for weights in module.parameters() for each in weights]
 
 
 class OurSide(Side):
@@ -142,16 +142,16 @@ class OurSide(Side):
     def network(self) -> Any:
         return _net_class()()
 
-    def sgd(self, module: Any, **options: Any) -> Any:
-        return self.pl.optim.SGD(module.parameters(), **options)
+    def sgd(self, network: Any, **options: Any) -> Any:
+        return self.pl.optim.SGD(network.parameters(), **options)
 
     def convert(self, rows: np.ndarray) -> Any:
         return rows
 
     def weights(self, module: Any) -> list[float] | None:
         state = module.state_dict()
-        found = [value for name, value in state.items() if name.endswith("w")]
-        return [float(each) for each in found[0]] if found else None
+        found = [float(each) for name in sorted(state) if name.endswith("w") for each in state[name]]
+        return found or None
 
 
 @functools.cache
