@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,7 +150,7 @@ def test_an_own_loop_of_100_steps_equals_fit_bit_for_bit(tmp_path: Path) -> None
         assert np.array_equal(a, b)
 
 
-def _losses(tmp_path: Path, dtype: Any, batch_size: int, **options: Any) -> tuple[list[float], dict[str, Any]]:
+def _losses(root: Path, dtype: str, batch_size: int = 32, **options: Any) -> tuple[list[float], dict[str, Any]]:
     losses = []
 
     class Keep(pl.Callback):
@@ -157,20 +158,29 @@ def _losses(tmp_path: Path, dtype: Any, batch_size: int, **options: Any) -> tupl
             losses.append(float(outputs["loss"]))
 
     x, y = _data(32 * 20, dtype)
-    model = TrainOnly(LinenNet(dtype=dtype))
-    _quiet(tmp_path, max_epochs=1, callbacks=[Keep()], **options).fit(model, ArrayLoader(x, y, batch_size=batch_size))
-    return losses, flatten(model._engine.params)
+    with jax.enable_x64(dtype == "float64"):
+        model = TrainOnly(LinenNet(dtype=jnp.dtype(dtype)))
+        _quiet(root, max_epochs=1, callbacks=[Keep()], **options).fit(model, ArrayLoader(x, y, batch_size=batch_size))
+        return losses, jax.tree.map(np.asarray, flatten(model._engine.params))
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Losses and weights of a compiled run on one device, by dtype."""
+    return functools.cache(lambda dtype: _losses(tmp_path_factory.mktemp("one"), dtype))
 
 
 @pytest.mark.parametrize("other", ["eager", "ddp"])
-@pytest.mark.parametrize(("dtype", "loss_tolerance", "tolerance"), [("float64", 1e-8, 1e-8), ("float32", 1e-5, 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "loss_tolerance", "tolerance"),
+    [("float64", 1e-8, 1e-8), pytest.param("float32", 1e-5, 1e-4, marks=pytest.mark.slow)],
+)
 def test_eager_and_eight_devices_agree_with_one(
-    tmp_path: Path, other: str, dtype: str, loss_tolerance: float, tolerance: float
+    tmp_path: Path, one_device: Any, other: str, dtype: str, loss_tolerance: float, tolerance: float
 ) -> None:
-    with jax.enable_x64(dtype == "float64"):
-        one, weights = _losses(tmp_path, jnp.dtype(dtype), 32)
-        options = {"jit": False} if other == "eager" else {"devices": 8, "strategy": "ddp", "accelerator": "cpu"}
-        same, same_weights = _losses(tmp_path, jnp.dtype(dtype), 32 if other == "eager" else 4, **options)
+    one, weights = one_device(dtype)
+    options = {"jit": False} if other == "eager" else {"devices": 8, "strategy": "ddp", "accelerator": "cpu"}
+    same, same_weights = _losses(tmp_path, dtype, 32 if other == "eager" else 4, **options)
     assert len(one) == len(same) == 20
     np.testing.assert_allclose(same, one, rtol=loss_tolerance)
     for path, value in weights.items():
@@ -179,7 +189,7 @@ def test_eager_and_eight_devices_agree_with_one(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_resuming_at_an_epoch_boundary_is_exact(tmp_path: Path, dropout: float) -> None:
     x, y = _data(64)
     make = lambda: Classifier(LinenNet(dropout=dropout))  # noqa: E731

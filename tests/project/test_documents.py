@@ -20,13 +20,12 @@ def blocks(name: str) -> list[str]:
 QUICK_STARTS = ("README.md", "docs/zh/README.md")
 
 
-@pytest.mark.parametrize("document", QUICK_STARTS)
 @pytest.mark.parametrize("which", [0, 1], ids=["module", "step"])
-def test_the_quick_starts_learn_the_digits(document: str, which: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quick_starts_learn_the_digits(which: int, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
-    code = blocks(document)[which]
+    code = blocks("README.md")[which]  # the other language has the same code, see below
     names: dict[str, object] = {"__name__": "quick_start"}
-    exec(compile(code, document, "exec"), names)
+    exec(compile(code, "README.md", "exec"), names)
     accuracy = float(capsys.readouterr().out.strip().splitlines()[-1])
     assert accuracy > 0.85
 
