@@ -69,7 +69,7 @@ class ManualRun(ManualBase):
         super().__init__(binding, state, options, check, where)
         self.info = info
         self.replay = replay
-        self.rates: Rates = Rates(self, floats)
+        self.rates = Rates(self, floats)
         self.touched: dict[int, str] = {}
         kept = {leaf for leaf in self.owned if self.owners[leaf] in options.live and self.paths[leaf] in self.buffers}
         absent = [leaf for leaf in self.owned if leaf not in kept]

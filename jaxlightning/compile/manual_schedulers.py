@@ -103,14 +103,8 @@ def foreseen(handles: Sequence[Any], steps: Sequence[ScheduledStep], numbers: An
     schedulers = [step.scheduler for step in steps if step.scheduler is not None]
     states = [(each, copy.deepcopy(each.state_dict())) for each in {id(s): s for s in schedulers}.values()]
     groups = [(group, dict(group)) for handle in handles for group in handle.param_groups]
-
-    def doing() -> Iterator[None]:
-        for step in steps:
-            step.apply(numbers)
-            yield
-
     try:
-        yield doing()
+        yield (step.apply(numbers) for step in steps)
     finally:
         for scheduler, state in states:
             scheduler.load_state_dict(state)

@@ -290,6 +290,7 @@ def expected(name: str) -> list[dict[str, Any]]:
     "MC32",
 )
 @pytest.mark.catalogue("MC14", "MC16", adaptation="a snapshot is taken before the next step may overwrite it")
+@pytest.mark.catalogue("MC25", adaptation="what is saved is the state of the last step that finished")
 @pytest.mark.catalogue("MC15", "MC20")
 def test_files_events_and_attributes_are_those_of_the_recording(name, tmp_path):
     arguments, options = CASES[name]

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).resolve().parents[1]
 PROJECT = TESTS.parent
 
 
@@ -267,9 +267,27 @@ MUTATIONS = [
 def copy_of_the_package(place: Path) -> Path:
     """A copy that is imported when `place` comes first on the path."""
     leave = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(PROJECT / "jaxlightning", place / "jaxlightning", ignore=leave)
+    # A checkout may have a link to the adapters inside the package.
+    shutil.copytree(
+        PROJECT / "jaxlightning", place / "jaxlightning", ignore=shutil.ignore_patterns("__pycache__", "adapters")
+    )
     shutil.copytree(PROJECT / "adapters", place / "jaxlightning" / "adapters", ignore=leave)
     return place
+
+
+_RUN = """
+import sys
+import pytest
+
+file, test = sys.argv[1:]
+try:
+    code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov", test])
+except BaseException:
+    sys.exit(8)
+import jaxlightning
+sys.exit(code if jaxlightning.__file__ == file else 9)
+"""
+"""Runs one test; 9 when it was not the copy of the package that was tested, 8 when pytest itself fails."""
 
 
 def survives(mutation: Mutation) -> str | None:
@@ -283,21 +301,7 @@ def survives(mutation: Mutation) -> str | None:
         file.write_text(text.replace(mutation.old, mutation.new))
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "XLA_FLAGS"))}
         environment["PYTHONPATH"] = str(place)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            mutation.test,
-        ]
-        check = "import jaxlightning, sys; sys.exit(jaxlightning.__file__ != sys.argv[1])"
-        imported = str(place / "jaxlightning" / "__init__.py")
-        subprocess.run([sys.executable, "-c", check, imported], env=environment, cwd=TESTS, check=True)
+        command = [sys.executable, "-c", _RUN, str(place / "jaxlightning" / "__init__.py"), mutation.test]
         done = subprocess.run(command, env=environment, cwd=TESTS, capture_output=True, text=True, check=False)
     # 1: some test failed. Anything else (no test was found, the file does not import) proves nothing.
     return None if done.returncode == 1 else f"exit code {done.returncode}\n{done.stdout[-1500:]}"

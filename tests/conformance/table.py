@@ -1,7 +1,8 @@
 """The catalogue's rows, the tests that carry them, and the page that says how each stands.
 
 Which test carries which row is read from the source (`@pytest.mark.catalogue("LG12", ...)` on a test function), so
-the page can be checked without running anything. Results are those of the last run with `--write-status`.
+the page can be checked without running anything. Results, and the places in the recordings that each test looked at
+while it ran, are those of the last run with `--write-status`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ HERE = Path(__file__).parent
 TESTS = HERE.parent
 STATUS = HERE / "STATUS.md"
 RESULTS = HERE / "results.json"
+PLACES = HERE / "places.json"
 
 OURS = ["TF", "LP", "HK", "LG", "DL", "DM", "PR", "TA", "HP", "ER", "PB", "LO", "TM", "ES", "LM", "GA",
         "OP", "SC", "PN", "MC", "RS", "MO", "JX"]  # fmt: skip
 """Areas that are complete now; CB (in part) is counted with them."""
 OURS_TOO = {f"CB{i:02}" for i in (1, 2, 3, 4, 5, 6, 9, 12)}
-READERS = {"golden", "read_golden"}
+READERS = {"golden", "read", "read_golden"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +40,6 @@ class Row:
     def area(self) -> str:
         """The two letters of the area."""
         return self.id[:2]
-
-    @property
-    def files(self) -> set[str]:
-        """The golden files that the row cites."""
-        return {key.partition(".")[0] for key in self.golden}
 
     @property
     def due(self) -> bool:
@@ -102,16 +99,17 @@ def _carriers_of(module: ast.Module, file: str) -> list[Carrier]:
     functions = {each.name: each for each in module.body if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
     values = _assigned(module)
     whole = values.get("pytestmark")
+    reference = _names_of_the_reference(module)
     found = []
     for function in functions.values():
         calls = [_marker(each, "catalogue") for each in function.decorator_list]
         marks = [each for each in calls if isinstance(each, ast.Call)]
         if not marks:
             continue
-        evidence = _evidence(function, functions, values)
+        evidence = _evidence(function, functions, values, reference)
         decorators = [*function.decorator_list, *([] if whole is None else [whole])]
-        if any("mark.lightning" in ast.unparse(each) for each in decorators):
-            evidence |= {"lightning"}
+        if not any("mark.lightning" in ast.unparse(each) for each in decorators):
+            evidence -= {"lightning"}
         for mark in marks:
             ids = tuple(ast.literal_eval(argument) for argument in mark.args)
             words = [ast.literal_eval(each.value) for each in mark.keywords if each.arg == "adaptation"]
@@ -129,8 +127,24 @@ def _assigned(module: ast.Module) -> dict[str, ast.expr]:
     return values
 
 
-def _evidence(start: ast.AST, functions: dict[str, Any], values: dict[str, ast.expr]) -> set[str]:
-    """The golden files that a function reads, through the module's helpers and constants too."""
+def _names_of_the_reference(module: ast.Module) -> set[str]:
+    """What a module has imported from Lightning or torchmetrics, and what of ours runs them."""
+    return {
+        (each.asname or each.name).partition(".")[0]
+        for node in ast.walk(module)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for each in node.names
+        if _of_the_reference(node, each) or (getattr(node, "module", "") == "support.beside" and each.name != "QUIET")
+    }
+
+
+def _of_the_reference(node: ast.Import | ast.ImportFrom, name: ast.alias) -> bool:
+    package = name.name if isinstance(node, ast.Import) else node.module or ""
+    return package.partition(".")[0] in ("lightning", "torchmetrics")
+
+
+def _evidence(start: ast.AST, functions: dict[str, Any], values: dict[str, ast.expr], reference: set[str]) -> set[str]:
+    """The golden files that a function reads, and `lightning`, through the module's helpers and constants too."""
     known = {path.stem for path in (HERE / "golden").glob("*.json")}
     found: set[str] = set()
     seen: set[str] = set()
@@ -140,13 +154,20 @@ def _evidence(start: ast.AST, functions: dict[str, Any], values: dict[str, ast.e
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 # `golden("flags")`, or the file's own name in a path
                 found |= {node.value.removesuffix(".json")} & known if node.value.endswith(".json") else set()
+                found |= {"lightning"} if node.value.startswith("lightning.") else set()  # `importorskip`
             elif isinstance(node, ast.Call):
-                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                if name in READERS and node.args and isinstance(node.args[0], ast.Constant):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                if called in READERS and node.args and isinstance(node.args[0], ast.Constant):
                     found |= {str(node.args[0].value)} & known
-            if isinstance(node, ast.Name) and node.id not in seen:
-                seen.add(node.id)
-                open_ends += [each for each in (functions.get(node.id), values.get(node.id)) if each is not None]
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                found |= {"lightning" for each in node.names if _of_the_reference(node, each)}
+            name = (
+                node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else None
+            )  # a fixture
+            found |= {"lightning"} if name in reference else set()
+            if name is not None and name not in seen:
+                seen.add(name)
+                open_ends += [each for each in (functions.get(name), values.get(name)) if each is not None]
     return found
 
 
@@ -164,12 +185,36 @@ class Standing:
     words: str
 
 
-def proves(row: Row, carrier: Carrier) -> bool:
-    """Whether a test may carry a row: it reads the golden file cited, or runs Lightning beside, or adapts."""
+def places_read() -> dict[str, list[str]]:
+    """For each carrying test, the places cited by its rows that it looked at when it last ran with `--write-status`."""
+    found: dict[str, list[str]] = json.loads(PLACES.read_text()) if PLACES.exists() else {}
+    return found
+
+
+def cited() -> dict[str, set[str]]:
+    """For each carrying test, the places in the recordings that its rows cite."""
+    golden = {each.id: each.golden for each in rows()}
+    found: dict[str, set[str]] = {}
+    for each in carriers():
+        found.setdefault(each.test, set()).update(place for name in each.rows for place in golden.get(name, ()))
+    return found
+
+
+def proves(row: Row, carrier: Carrier, places: dict[str, list[str]]) -> bool:
+    """Whether a test may carry a row: it looked at a place that the row cites, or runs Lightning beside.
+
+    Args:
+        row: The row; one that cites no recording may have its adaptation stated instead, and a recording of another.
+        carrier: The test.
+        places: What `places_read` says.
+    """
     if "lightning" in carrier.evidence:
         return True
     if row.golden:
-        return bool(row.files & carrier.evidence) or (row.applies == "J" and bool(carrier.adaptation))
+        seen = places.get(carrier.test)
+        if seen is None:  # not run since this is recorded: the source says which recordings it opens
+            return bool({place.partition(".")[0] for place in row.golden} & carrier.evidence)
+        return bool(set(row.golden) & set(seen))
     return bool(carrier.evidence) or (row.applies in "JN" and bool(carrier.adaptation)) or excused(row) is not None
 
 
@@ -181,19 +226,20 @@ def excused(row: Row) -> str | None:
 
 def standings(results: dict[str, str]) -> list[Standing]:
     """How each of the rows stands."""
+    places = places_read()
     by_row: dict[str, list[Carrier]] = {}
     for carrier in carriers():
         for name in carrier.rows:
             by_row.setdefault(name, []).append(carrier)
-    return [_standing(row, tuple(by_row.get(row.id, ())), results) for row in rows()]
+    return [_standing(row, tuple(by_row.get(row.id, ())), results, places) for row in rows()]
 
 
-def _standing(row: Row, tests: tuple[Carrier, ...], results: dict[str, str]) -> Standing:
+def _standing(row: Row, tests: tuple[Carrier, ...], results: dict[str, str], places: dict[str, list[str]]) -> Standing:
     later = differences()["later"]
     difference = excused(row)
     outcomes = [results.get(each.test, "not run") for each in tests]
     adaptation = "; ".join(dict.fromkeys(each.adaptation for each in tests if each.adaptation))
-    proven = bool(tests) and (difference is not None or any(proves(row, each) for each in tests))
+    proven = bool(tests) and (difference is not None or any(proves(row, each, places) for each in tests))
     good = proven and all(each == "passed" for each in outcomes)
     if outcomes and not all(each == "passed" for each in outcomes):
         state = "failed" if "failed" in outcomes else "not run"

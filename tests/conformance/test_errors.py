@@ -122,6 +122,7 @@ OUR_WORDS = {
 
 
 @pytest.mark.catalogue("ER10", "LM05", "TM01", "ES08", "HP02", "LM03", "MC11")
+@pytest.mark.catalogue("OP06", adaptation="the type of the return value is known when the step is traced")
 @pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning")
 @pytest.mark.parametrize("name", RAISES)
 def test_the_same_is_refused_as_in_lightning(name: str, tmp_path: Path) -> None:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.golden import read
 
 from jaxlightning.compile.packing import SlotTable, pack, plan_of, states_of
 from jaxlightning.compile.trace import LogEntry, activate
 from jaxlightning.metrics import LoggerConnector, log_value
 
-GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"
-
 
 def read_golden(name: str) -> Any:
     """The `data` of a golden trace recorded with Lightning."""
-    return json.loads((GOLDEN / f"{name}.json").read_text())["data"]
+    return read(name)
 
 
 def rounded(value: Any) -> Any:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import optax
 import pytest
+from support.golden import read
 
 from jaxlightning import optim
 from jaxlightning.optim import LRSchedulerConfig, OptaxOptimizer, lr_scheduler, parse_optimizers
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "conformance" / "golden" / "errors.json").read_text())["data"]
+GOLDEN = read("errors")
 
 
 class Module:
@@ -81,6 +81,7 @@ CASES: dict[str, tuple[Any, Callable[[], Any]]] = {
 
 
 @pytest.mark.catalogue("OP03", "OP04", "SC07", "SC09")
+@pytest.mark.catalogue("OP01", adaptation="an optimizer is one of jaxlightning.optim or an optax transformation")
 @pytest.mark.catalogue(
     "SC01", "SC08", "SC11", adaptation="schedulers are those of jaxlightning.optim, or optax schedules"
 )

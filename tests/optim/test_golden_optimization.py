@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from support.golden import read
 
 import jaxlightning as pl
 from jaxlightning import optim
 from jaxlightning.optim import lr_scheduler
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "conformance" / "golden" / "optimization.json").read_text())["data"]
+GOLDEN = read("optimization")
 XS = (1.0, 2.0, 3.0)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

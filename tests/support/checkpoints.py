@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -12,8 +10,8 @@ import numpy as np
 
 import jaxlightning as pl
 from jaxlightning.optim import SGD
+from support.golden import read
 
-GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"
 LOSSES = [10.0, 9.0, 2.8, 5.0, 2.5, 7.0, 1.0, 3.0]
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -24,7 +22,7 @@ QUIET: dict[str, Any] = {
 
 
 def golden(name: str) -> Any:
-    return json.loads((GOLDEN / f"{name}.json").read_text())["data"]
+    return read(name)
 
 
 def loader(samples: int, **options: Any) -> pl.ArrayLoader:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -13,8 +11,7 @@ import numpy as np
 import jaxlightning as pl
 from jaxlightning.compile.trace import current_trace
 from jaxlightning.loggers import Logger
-
-GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"
+from support.golden import read
 
 MODULE_HOOKS = [
     "configure_callbacks",
@@ -140,7 +137,7 @@ STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
 def golden(file: str) -> dict[str, Any]:
     """The data of a golden file."""
-    data: dict[str, Any] = json.loads((GOLDEN / f"{file}.json").read_text())["data"]
+    data: dict[str, Any] = read(file)
     return data
 
 

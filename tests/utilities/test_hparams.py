@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import numpy as np
 import pytest
+from support.golden import read
 
 import jaxlightning as pl
 from jaxlightning.utilities.hparams import (
@@ -23,7 +23,7 @@ from jaxlightning.utilities.hparams import (
 )
 from jaxlightning.utilities.parsing import AttributeDict, given_hyperparameters
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "conformance" / "golden" / "hparams.json").read_text())["data"]
+GOLDEN = read("hparams")
 
 
 class Everything(pl.LightningModule):
