@@ -39,8 +39,8 @@ from flax import linen as nn  # noqa: E402
 import jaxlightning as jl  # noqa: E402
 
 FEATURES, HIDDEN, CLASSES, BATCH = 32, 64, 10, 32
-FUSED = 16
-"""Steps in one call of the fused comparison; three such calls fit between log points at the default of 50 steps."""
+FUSED = 25
+"""Steps in one call of the fused comparison: what `steps_per_dispatch="auto"` tries with a log point every 50 steps."""
 
 PARTS = ("fit", "ten_logs", "fused", "lightning", "keras")
 

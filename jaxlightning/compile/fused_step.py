@@ -160,7 +160,8 @@ class Fusion:
         self, single: RepeatedStep, stacked: list[Any], integers: Any, environments: list[HostEnvironment] | None
     ) -> int:
         variant = self._compiled(single, stacked, integers, environments)
-        host, vectors = variant.info.host, ()
+        host = variant.info.host
+        vectors: tuple[Any, ...] = ()
         if host is not None and environments is not None:
             vectors = tuple(map(np.stack, zip(*map(host.inputs, environments), strict=True)))
         try:

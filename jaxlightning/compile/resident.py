@@ -61,7 +61,7 @@ class ResidentBatch:
         leaves = [column.at[self.rows].get(mode="promise_in_bounds") for column in self.columns]
         sharding = self.layout.sharding
         if sharding is not None and self.rows.shape[0] % sharding.num_devices == 0:
-            leaves = [jax.lax.with_sharding_constraint(leaf, sharding) for leaf in leaves]
+            leaves = [jax.lax.with_sharding_constraint(leaf, sharding) for leaf in leaves]  # type: ignore[no-untyped-call]
         return jax.tree_util.tree_unflatten(self.layout.structure, leaves)
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class ResidentBatch:
 jax.tree_util.register_pytree_with_keys(
     ResidentBatch,
     lambda batch: (((_Unnamed(), batch.rows), (jax.tree_util.GetAttrKey("columns"), batch.columns)), batch.layout),
-    lambda layout, children: ResidentBatch(children[0], children[1], layout),
+    lambda layout, children: ResidentBatch(*children, layout),
     lambda batch: ((batch.rows, batch.columns), batch.layout),
 )
 

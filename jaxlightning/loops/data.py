@@ -178,7 +178,7 @@ def make_feed(
             )
         if stage == RunningStage.TRAINING:
             each = resident(trainer, each, len(combined.flattened))
-            on_device = each if isinstance(each, ResidentSource) else None  # type: ignore[unreachable]
+            on_device = each if isinstance(each, ResidentSource) else None
         if group > 1:
             each = GroupedSource(each, group)  # type: ignore[assignment]
         if trainer._prefetch_batches:
