@@ -493,3 +493,15 @@ def test_the_rich_bar_prints_above_and_closes_on_an_exception(make_trainer: Make
     assert "hello" in stream.getvalue()
     bar.on_exception(trainer, None, ValueError())  # type: ignore[arg-type]
     assert bar.progress is None
+
+
+def test_a_run_whose_output_is_closed_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    bar = _tqdm.tqdm_class()(total=2, file=None)
+    bar.plain = True
+    bar.update(2)
+    bar.write_line()
+    bar.close()
+    bar.close()
+    assert bar.n == 2

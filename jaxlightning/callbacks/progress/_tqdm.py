@@ -120,8 +120,8 @@ def tqdm_class() -> type[Any]:
 
         def write_line(self) -> None:
             """Write the current state as one plain line."""
-            if self.disable:
-                return
+            if self.disable or getattr(self.fp, "write", None) is None:
+                return  # a process whose output was closed has nowhere to write to
             state = dict(self.format_dict)
             state["bar_format"] = PLAIN_FORMAT if self.total else PLAIN_FORMAT_WITHOUT_TOTAL
             state["ncols"] = None
