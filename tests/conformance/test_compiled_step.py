@@ -176,9 +176,7 @@ def test_statistics_masks_and_metric_states_go_from_step_to_step() -> None:
     assert module._engine.trace_counts["train"] == 1
 
 
-@pytest.mark.catalogue(
-    "JX05", adaptation="`trainer.compile_counts` of the engine: one compilation for each kind of step"
-)
+@pytest.mark.catalogue("JX05", adaptation="the engine counts compilations: one for each kind of step")
 def test_constant_shapes_compile_once_for_each_kind_of_step() -> None:
     class Validated(Module):
         def validation_step(self, batch: Any, batch_idx: Any) -> None:
