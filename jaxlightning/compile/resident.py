@@ -71,7 +71,7 @@ class ResidentBatch:
 jax.tree_util.register_pytree_with_keys(
     ResidentBatch,
     lambda batch: (((_Unnamed(), batch.rows), (jax.tree_util.GetAttrKey("columns"), batch.columns)), batch.layout),
-    lambda layout, children: ResidentBatch(*children, layout),
+    lambda layout, children: ResidentBatch(*tuple(children)[:2], layout=layout),
     lambda batch: ((batch.rows, batch.columns), batch.layout),
 )
 
