@@ -68,10 +68,15 @@ class ResidentBatch:
         return f"ResidentBatch({len(self.rows)} rows of {len(self.columns)} arrays on the device)"
 
 
+def _put_together(layout: RowLayout, children: Any) -> ResidentBatch:
+    rows, columns = children
+    return ResidentBatch(rows, columns, layout)
+
+
 jax.tree_util.register_pytree_with_keys(
     ResidentBatch,
     lambda batch: (((_Unnamed(), batch.rows), (jax.tree_util.GetAttrKey("columns"), batch.columns)), batch.layout),
-    lambda layout, children: ResidentBatch(*tuple(children)[:2], layout=layout),
+    _put_together,
     lambda batch: ((batch.rows, batch.columns), batch.layout),
 )
 
