@@ -69,7 +69,7 @@ class ManualRun(ManualBase):
         super().__init__(binding, state, options, check, where)
         self.info = info
         self.replay = replay
-        self.rates = Rates(self, floats)
+        self.rates = self._rates = Rates(self, floats)
         self.touched: dict[int, str] = {}
         kept = {leaf for leaf in self.owned if self.owners[leaf] in options.live and self.paths[leaf] in self.buffers}
         absent = [leaf for leaf in self.owned if leaf not in kept]
@@ -141,7 +141,7 @@ class ManualRun(ManualBase):
             return result
         update = OptimizerUpdate(self, index, self.binding.optimizers[index], value)
         kept = update.kept(self, index)
-        further = [self.rates.hyper(index)] + ([] if self.loss is None else [self.loss])
+        further = [self._rates.hyper(index)] + ([] if self.loss is None else [self.loss])
         further += [] if value is None else list(value.consts)
         event = Update([aval_of(value) for value in kept], index, len(leaves), len(kept), update, self.plan)
         update.put(self, index, emit(event, *(self.gradients[leaf] for leaf in leaves), *kept, *further))
@@ -170,7 +170,7 @@ class ManualRun(ManualBase):
 
     def scheduler_step(self, scheduler: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """`scheduler.step()`: happens on the host, every time the step runs."""
-        self.rates.step(scheduler, args, kwargs)
+        self._rates.step(scheduler, args, kwargs)
 
     # --- hooks and the end ------------------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ def foreseen(handles: Sequence[Any], steps: Sequence[ScheduledStep], numbers: An
     states = [(each, copy.deepcopy(each.state_dict())) for each in {id(s): s for s in schedulers}.values()]
     groups = [(group, dict(group)) for handle in handles for group in handle.param_groups]
     try:
-        yield (step.apply(numbers) for step in steps)
+        yield _in_turn(steps, numbers)
     finally:
         for scheduler, state in states:
             scheduler.load_state_dict(state)
@@ -112,6 +112,12 @@ def foreseen(handles: Sequence[Any], steps: Sequence[ScheduledStep], numbers: An
             for key, value in before.items():
                 if key != "params" and dict.__getitem__(group, key) != value:
                     group[key] = value
+
+
+def _in_turn(steps: Sequence[ScheduledStep], numbers: Any) -> Iterator[None]:
+    for step in steps:
+        step.apply(numbers)
+        yield
 
 
 class Rates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,15 @@ def test_each_edit_is_tried_with_a_test_that_carries_its_row() -> None:
     assert [each.row for each in mutations.MUTATIONS if (each.test.partition("[")[0], each.row) not in carried] == []
 
 
-@pytest.mark.slow
+SAMPLE = random.Random(0).sample(mutations.MUTATIONS, 3)
+"""Those that every run of the tests tries; `make test-all` tries all."""
+
+
 @pytest.mark.torch
 @pytest.mark.lightning
-@pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda each: each.row)
+@pytest.mark.parametrize(
+    "mutation",
+    [pytest.param(each, id=each.row, marks=[] if each in SAMPLE else pytest.mark.slow) for each in mutations.MUTATIONS],
+)
 def test_a_broken_behaviour_is_noticed(mutation: mutations.Mutation) -> None:
     assert mutations.survives(mutation) is None
