@@ -49,6 +49,9 @@ def gather(
             "predict_loop": trainer.predict_loop.state_dict(),
         },
     }
+    bare = module._require_engine().bare_networks()
+    if bare:
+        checkpoint["networks_without_variables"] = bare
     attributes = module._require_engine().attribute_values(copies)
     if attributes:
         checkpoint["attributes"] = attributes

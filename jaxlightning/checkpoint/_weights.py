@@ -45,7 +45,8 @@ def load_weights_into(module: Any, flat: dict[str, Any], *, stored: _io.StoredCh
     params, variables = _contents.nested_state(flat, places, networks)
     if not strict:
         _warn_about_differences(flat, own, networks, params, variables)
-    engine.load_state_dict({"params": params, "variables": variables}, strict=strict, weights_only=True)
+    bare = None if stored is None else stored.body().get("networks_without_variables")
+    engine.load_state_dict({"params": params, "variables": variables}, strict=strict, weights_only=True, bare=bare)
 
 
 def _warn_about_differences(

@@ -48,20 +48,40 @@ class EngineCheckpoint(EngineAttributes):
         """Say whether the parameters and optimizer states are those that were copied last."""
         return copies.know(jax.tree.leaves((self.tree.params, self.tree.opt_state)))
 
-    def load_state_dict(self, sections: Mapping[str, Any], *, strict: bool = True, weights_only: bool = False) -> None:
+    def bare_networks(self) -> dict[str, bool]:
+        """The networks without variables, and whether they were called: a Dropout has none even then."""
+        state = self.tree
+        return {
+            name: name in state.params
+            for name in self.binding.names
+            if not jax.tree.leaves((state.params.get(name), state.variables.get(name)))
+        }
+
+    def load_state_dict(
+        self,
+        sections: Mapping[str, Any],
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        bare: Mapping[str, bool] | None = None,
+    ) -> None:
         """Restores what `state_dict` gave, before or after variables exist.
 
         Args:
             sections: As returned by `state_dict`.
             strict: Whether missing and unexpected paths are errors; differing shapes always are.
             weights_only: Whether only parameters and variables are restored.
+            bare: The `bare_networks` of that moment, for which nothing is missing.
 
         Raises:
             RuntimeError: If the paths or shapes do not fit; the message lists them.
         """
         params, variables = plain(sections["params"]), plain(sections.get("variables") or {})
         self._load_buffers(variables, strict)
-        self._check_weights(params, variables, strict)
+        bare = {} if bare is None else bare
+        # The state has a place for a network that was called, also an empty one.
+        params = {**{name: {} for name, called in bare.items() if called}, **params}
+        self._check_weights(params, variables, strict, bare)
         state = self.tree
         known = set(self.binding.names)
         keep = {name: tree for name, tree in params.items() if name in known}
@@ -95,7 +115,9 @@ class EngineCheckpoint(EngineAttributes):
             )
         self.set_buffers(saved)
 
-    def _check_weights(self, params: Mapping[str, Any], variables: Mapping[str, Any], strict: bool) -> None:
+    def _check_weights(
+        self, params: Mapping[str, Any], variables: Mapping[str, Any], strict: bool, bare: Mapping[str, bool]
+    ) -> None:
         have = flatten({"params": params, "variables": variables})
         state = self.tree
         want = flatten({"params": state.params, "variables": state.variables})
@@ -121,7 +143,8 @@ class EngineCheckpoint(EngineAttributes):
             if network not in names or (exists and path not in want):
                 problems.append(f"unexpected: {path} {tuple(np.shape(have[path]))}")
         for name in names:
-            if name not in params and name not in state.params and have:
+            known = (*params, *variables, *state.params, *state.variables, *bare)
+            if name not in known and have:
                 problems.append(f"missing: everything of network `{name}`")
         if fatal or (problems and strict):
             lines = fatal + (problems if strict else [])

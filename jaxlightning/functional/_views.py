@@ -129,7 +129,18 @@ class HeldViews(Engine):
         sections = self._sections(lambda leaf: leaf)
         return copies.know([leaf for name in ("params", "optimizer") for leaf in sections[name].values()])
 
-    def load_state_dict(self, sections: Mapping[str, Any], *, strict: bool = True, weights_only: bool = False) -> None:
+    def bare_networks(self) -> dict[str, bool]:
+        """None: the step's own state is all there is."""
+        return {}
+
+    def load_state_dict(
+        self,
+        sections: Mapping[str, Any],
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        bare: Mapping[str, bool] | None = None,
+    ) -> None:
         """Restores what `state_dict` gave.
 
         Raises:
