@@ -16,12 +16,18 @@ _DECISION = (
     "jax.lax.cond. To stop training by a value, log or return it and set `self.trainer.should_stop = True` in "
     "`on_train_batch_end`. Decisions by batch_idx, self.global_step, self.current_epoch and numbers on self are "
     "possible (`self.count`; numbers in a dict or object that the step changes are arrays). To look at values, run "
-    "with `Trainer(jit=False)`."
+    "with `Trainer(jit=False)`, where `print(x)` and a debugger show them."
 )
 _NUMBER = (
     "The step is compiled: an array has no value yet, so it cannot become a number of Python's or a NumPy array (no "
     ".item(), float(x), int(x), np.asarray(x)). Keep it as an array: `self.log` takes arrays, jax.numpy computes with "
-    "them. Move host work to a hook such as `on_train_batch_end`, or debug with `Trainer(jit=False)`."
+    "them. Move host work to a hook such as `on_train_batch_end`, or debug with `Trainer(jit=False)`, where "
+    "`print(x)` and a debugger show numbers."
+)
+_EAGER = (
+    "With `Trainer(jit=False)` the step runs once with numbers and then to be differentiated, when JAX gives what was "
+    "computed from parameters no value that Python may use. Take it from behind `jax.lax.stop_gradient`, as in "
+    "`float(jax.lax.stop_gradient(loss))`, or look at it with `print(loss)` or a debugger."
 )
 _DYNAMIC = (
     "A compiled step needs shapes that do not depend on values: replace `x[mask]` by `jnp.where(mask, x, 0)` or a "
@@ -59,14 +65,17 @@ _TORCH_METHODS = {
 }
 
 
-def explain(error: BaseException, where: str) -> None:
+def explain(error: BaseException, where: str, *, jit: bool = True) -> None:
     """Adds a note with the user's line and the way out to a well-known kind of error.
 
     Args:
         error: The exception, about to travel on.
         where: The user's step, for example `"Net.training_step"`.
+        jit: Whether steps are compiled.
     """
     note = _advice(error)
+    if not jit and note in (_NUMBER, _DECISION):
+        note = _EAGER
     if note is None or any(note in given for given in getattr(error, "__notes__", [])):
         return
     line = line_of(error)

@@ -174,7 +174,7 @@ def run_user_step(
                     refuse_draws(generators, f"{cls.__name__}.{fx}", lambda: function(*args, **kwargs))
             except BaseException as error:
                 retrace = None if trace.numbers is None else trace.numbers.inputs.settle(error)
-                explain(error, f"{cls.__name__}.{fx}")
+                explain(error, f"{cls.__name__}.{fx}", jit=binding.jit)
                 if generators is not None and (retrace is not None or isinstance(error, RetraceError)):
                     set_generator_states(generators)
                 if retrace is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ import optax
 import pytest
 from support.models import LinenNet, batches, make_engine
 
+import jaxlightning as pl
 from jaxlightning import LightningModule
 
 DATA = batches()
@@ -188,3 +190,36 @@ def test_networks_made_with_flax_transforms_run_inside_transforms() -> None:
             ]
         )
     np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize("look", [float, lambda loss: loss.item(), lambda loss: loss > 0 and loss])
+def test_an_eager_step_says_how_to_look_at_what_is_differentiated(tmp_path: Path, look: Any) -> None:
+    class Looks(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Dense(1)
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            loss = self.net(batch).mean()
+            look(loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return optax.sgd(0.1)
+
+    class Behind(Looks):
+        def training_step(self, batch: Any, batch_idx: Any) -> Any:
+            loss = self.net(batch).mean()
+            look(jax.lax.stop_gradient(loss))
+            return loss
+
+    data = pl.ArrayLoader(np.ones((4, 2), np.float32), batch_size=2)
+    flags = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
+    if look is float:  # the others JAX allows
+        with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+            pl.Trainer(jit=False, default_root_dir=tmp_path, **flags).fit(Looks(), data)
+        assert any("jax.lax.stop_gradient(loss)" in note for note in caught.value.__notes__)
+    trainer = pl.Trainer(jit=False, default_root_dir=tmp_path, **flags)
+    trainer.fit(Behind(), data)
+    assert trainer.global_step == 2
