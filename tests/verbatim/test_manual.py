@@ -326,6 +326,7 @@ def test_closures_and_toggle_model() -> None:
 
 
 @pytest.mark.lightning
+@pytest.mark.catalogue("OP16", adaptation="gradients of the other optimizers' parameters are not added")
 def test_toggled_optimizers_and_clipped_gradients() -> None:
     both_ways(toggled_and_clipped)
 
