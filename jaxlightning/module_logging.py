@@ -60,7 +60,11 @@ class ModuleLogging(ModuleBase):
         trace = current_trace()
         if trace is not None and trace.silent:
             if trace.kind == "train" and on_step is not False and isinstance(value, jax.Array | float | int):
-                seen = jax.lax.stop_gradient(jnp.asarray(value))
+                from jaxlightning.metrics._values import default_dtype
+
+                # As a host number is logged: JAX has no place for large integers.
+                seen = value if isinstance(value, jax.Array) else jnp.asarray(value, default_dtype())
+                seen = jax.lax.stop_gradient(seen)
                 trace.unseen_logs.update({name: seen, f"{name}_step": seen} if on_epoch else {name: seen})
             return
         from jaxlightning.metrics import log_value

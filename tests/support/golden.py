@@ -103,16 +103,17 @@ class _Items(list[Any]):
     """A list that notes that it is read; what it holds has its place."""
 
     def __init__(self, data: list[Any], place: str) -> None:
-        super().__init__(data)
+        # Its items are the same objects at every look, so that a test may write a difference into one.
+        super().__init__(_noting(each, place) for each in data)
         self._place = place
 
     def __getitem__(self, index: Any) -> Any:
         _seen.add(self._place)
-        return _noting(super().__getitem__(index), self._place)
+        return super().__getitem__(index)
 
     def __iter__(self) -> Iterator[Any]:
         _seen.add(self._place)
-        return (_noting(each, self._place) for each in super().__iter__())
+        return super().__iter__()
 
     def __eq__(self, other: object) -> bool:
         _seen.add(f"{self._place}.*")
