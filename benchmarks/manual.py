@@ -11,12 +11,13 @@ Example:
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _harness import aa_spread, orders, ratio_of_medians, use_the_cpu, write_json
+from _harness import Report, aa_spread, orders, ratio_of_medians, use_the_cpu
 
 use_the_cpu()
 
@@ -182,23 +183,24 @@ def measure(wasserstein: bool, pairs: int, steps: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=5, help="steps of a side in one pair")
-    parser.add_argument("--json", type=Path, help="where the result goes; printed when left out")
+def main() -> int:
+    """Print the ratios; return 1 when a limit is missed by more than the A/A spread."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=200, help="interleaved pairs, at least 4 (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a side in one pair (%(default)s)")
+    parser.add_argument("--json", type=Path, default=None, metavar="PATH", help="write the result there")
     options = parser.parse_args()
-    result = {
-        name: measure(wasserstein, options.pairs, options.steps)
-        for name, wasserstein in (("gan", False), ("wgan-gp", True))
-    }
-    for name, row in result.items():
-        print(
-            f"{name}: {row['ours_us']:.0f} us a step, {row['by_hand_us']:.0f} by hand: {row['time_ratio']:.3f} times, "
-            f"A/A spread {row['aa_spread']:.3f}; floating-point operations {row['flop_ratio']:.4f} times"
-        )
-    write_json(options.json, result)
+    report = Report("manual", options.json)
+    for name, wasserstein in (("GAN", False), ("WGAN-GP", True)):
+        row = measure(wasserstein, options.pairs, options.steps)
+        report.result[name] = row
+        report.check(f"{name}: compiled manual step / by hand, time", row["time_ratio"], 1.05, row["aa_spread"])
+        report.check(f"{name}: compiled manual step / by hand, floating-point operations", row["flop_ratio"], 1.01)
+        report.check(f"{name}: compilations", row["compiled"], 1.0)
+        report.check(f"{name}, ours", row["ours_us"], None, unit="us")
+        report.check(f"{name}, by hand", row["by_hand_us"], None, unit="us")
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,13 +21,14 @@ from _harness import as_text
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = (
-    "import_time", "overhead", "nnx", "template", "step_profile", "language", "vision", "input", "compile", "memory",
-    "scaling",
+    "import_time", "overhead", "nnx", "manual", "template", "step_profile", "language", "vision", "input", "compile",
+    "memory", "scaling",
 )  # fmt: skip
 QUICK = {
     "import_time": ["--pairs", "1"],
     "overhead": ["--pairs", "4", "--steps", "200"],
     "nnx": ["--pairs", "4", "--steps", "200"],
+    "manual": ["--pairs", "4", "--steps", "2"],
     "template": ["--pairs", "4", "--steps", "5"],
     "step_profile": ["--passes", "4", "--steps", "200"],
     "language": ["--pairs", "4", "--steps", "2", "--peers", "0"],
