@@ -167,6 +167,7 @@ class Quasi(Line):
         return pl.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4)
 
 
+@pytest.mark.slow
 def test_lbfgs_evaluates_its_closure_and_effects_happen_once() -> None:
     compiled, eager = Quasi(), Quasi()
     fit(compiled, size=24, max_epochs=6)

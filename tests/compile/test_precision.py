@@ -187,7 +187,15 @@ def losses_in_float32(kind: type[Classifier]) -> list[float]:
     return train(make_engine(kind(LinenNet())), batches(), 40)
 
 
-@pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16-mixed",
+        pytest.param("16-mixed", marks=pytest.mark.slow),
+        pytest.param("bf16-true", marks=pytest.mark.slow),
+        "16-true",
+    ],
+)
 def test_the_loss_goes_down_as_in_float32(name: str) -> None:
     # Adam's eps of 1e-8 is zero in float16, in torch as well.
     kind = Descent if name == "16-true" else Classifier
@@ -432,7 +440,8 @@ def test_an_own_policy_is_applied() -> None:
 # --- elsewhere than in a compiled training step on one device --------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed"])
 def test_eager_steps_follow_the_policy(name: str) -> None:
     eager = train(make_engine(Classifier(LinenNet()), precision=make_precision(name), jit=False), batches(), 3)
     compiled = train(make_engine(Classifier(LinenNet()), precision=make_precision(name)), batches(), 3)
@@ -459,7 +468,7 @@ def test_evaluation_prediction_and_calls_outside_follow_the_policy() -> None:
     np.testing.assert_allclose(outside, first, atol=0.05)
 
 
-@pytest.mark.parametrize("name", ["16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", ["16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)])
 def test_several_devices(name: str) -> None:
     module = Classifier(LinenNet())
     trainer = pl.Trainer(max_epochs=1, precision=name, devices=2, limit_val_batches=0, **QUIET)

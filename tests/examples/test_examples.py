@@ -61,7 +61,13 @@ def test_help_says_what_the_script_is_for(name: str, load, capsys: pytest.Captur
     assert "--limit" in text
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, [])) for name in OURS[:3]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[*NEEDS.get(name, []), *([pytest.mark.slow] if name == "tf_data" else [])])
+        for name in OURS[:3]
+    ],
+)
 def test_classifiers_learn_from_a_few_images(name: str, load, data: Path, tmp_path: Path) -> None:
     options = ["--epochs", "2", "--limit", "600", "--batch-size", "50", "--quiet"]
     accuracy = load(name).main([*options, "--data", str(data), "--output", str(tmp_path)])

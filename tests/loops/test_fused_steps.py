@@ -67,7 +67,9 @@ def test_fused_steps_are_bit_identical_to_single_ones(tmp_path: Path) -> None:
     assert four.fit_loop.epoch_loop.state_dict() == one.fit_loop.epoch_loop.state_dict()
 
 
-@pytest.mark.parametrize("options", [{"val_check_interval": 7}, {"max_steps": 33, "max_epochs": -1}])
+@pytest.mark.parametrize(
+    "options", [{"val_check_interval": 7}, pytest.param({"max_steps": 33, "max_epochs": -1}, marks=pytest.mark.slow)]
+)
 def test_calls_never_cross_a_validation_or_the_last_step(tmp_path: Path, options: dict[str, Any]) -> None:
     one, single, rows = _fit(tmp_path / "1", Loader(40), **options)
     three, fused, fused_rows = _fit(tmp_path / "3", Loader(40), steps_per_dispatch=3, **options)
@@ -175,8 +177,8 @@ def test_auto_keeps_single_steps_unless_fused_ones_are_faster(
     _assert_same_state(module, reference)
 
 
-@pytest.mark.parametrize("steps", ["auto", 16])
-@pytest.mark.parametrize("first", [17, 33])
+@pytest.mark.parametrize("steps", ["auto", pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [17, pytest.param(33, marks=pytest.mark.slow)])
 def test_another_shape_from_some_batch_on_changes_nothing(steps: Any, first: int, tmp_path: Path) -> None:
     """As buckets give them: so many alike batches of a new shape that all batches of one call have it."""
     loader = Loader(100, sizes=dict.fromkeys(range(first, 100), 5))
@@ -238,7 +240,7 @@ class Counting(Seeded):
         return loss / (1 + self.trainer.max_epochs)
 
 
-@pytest.mark.parametrize(("often", "fuses"), [(13, True), (2, False)])
+@pytest.mark.parametrize(("often", "fuses"), [(13, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_steps_that_count_and_decide_are_fused_between_their_decisions(often: int, fuses: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"log_every_n_steps": 20, "max_epochs": 1 + fuses}
     four, fused, fused_rows = _fit(tmp_path / "4", Loader(40), Counting(often), steps_per_dispatch=4, **options)

@@ -104,7 +104,9 @@ def _is_resident(trainer: Any) -> bool:
 
 
 @pytest.mark.parametrize("make", [_arrays, pytest.param(_torch, marks=pytest.mark.torch)])
-@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 2}, {"strategy": "ddp", "devices": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"steps_per_dispatch": 2}, marks=pytest.mark.slow), {"strategy": "ddp", "devices": 2}]
+)
 def test_training_is_bit_identical_to_batches_of_the_host(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
     device, ours, rows = _fit(tmp_path / "device", make(), True, **options)
     _, plain, expected = _fit(tmp_path / "host", make(), False, **options)
@@ -218,6 +220,7 @@ def test_hooks_that_receive_batches_get_arrays(where: str, tmp_path: Path) -> No
         _fit(tmp_path / "true", _arrays(), True, module, **options)
 
 
+@pytest.mark.slow
 def test_a_hook_that_comes_with_the_training_gets_arrays(tmp_path: Path) -> None:
     seen: list[Any] = []
 
