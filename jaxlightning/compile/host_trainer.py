@@ -137,6 +137,8 @@ class NoTrainer:
         return logged_so_far("progress_bar_metrics")
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("fit", "validate", "test", "predict", "save_checkpoint"):
+            return _forbidden(f"self.trainer.{name}")
         raise RuntimeError(
             f"{self._owner} is not attached to a `Trainer`, and its step reads `self.trainer.{name}`: `init(batch)` "
             "cannot run it. `Trainer.fit` creates the variables by itself."
