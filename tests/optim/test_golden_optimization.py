@@ -222,6 +222,7 @@ def test_a_plateau_steps_only_on_news() -> None:
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.catalogue("SC03")
 def test_where_a_new_learning_rate_is_seen(interval: str) -> None:
     events: list[list[Any]] = []
 

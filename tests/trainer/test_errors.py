@@ -422,3 +422,10 @@ def test_a_run_with_jit_switched_off_in_jax_is_eager() -> None:
         trainer = T(enable_checkpointing=False, **flags)
         trainer.fit(TinyModule())
     assert trainer.global_step == 1
+
+
+@pytest.mark.catalogue("TF31")
+def test_the_name_of_the_clipping_algorithm_may_be_in_capitals(tmp_path: Path) -> None:
+    theirs = golden("errors")["clip_algo_upper_ok"]
+    trainer = pl.Trainer(gradient_clip_val=1.0, gradient_clip_algorithm="NORM", default_root_dir=tmp_path)
+    assert str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == theirs["result"]
