@@ -142,10 +142,9 @@ class EngineCheckpoint(EngineAttributes):
             exists = network in state.params or network in state.variables
             if network not in names or (exists and path not in want):
                 problems.append(f"unexpected: {path} {tuple(np.shape(have[path]))}")
-        for name in names:
-            known = (*params, *variables, *state.params, *state.variables, *bare)
-            if name not in known and have:
-                problems.append(f"missing: everything of network `{name}`")
+        known = {*params, *variables, *state.params, *state.variables, *bare}
+        if have:
+            problems += [f"missing: everything of network `{name}`" for name in self.binding.names if name not in known]
         if fatal or (problems and strict):
             lines = fatal + (problems if strict else [])
             raise RuntimeError(

@@ -53,7 +53,22 @@ def _noting(value: Any, place: str) -> Any:
     return _Items(value, place) if isinstance(value, list) else value
 
 
-class _Table(dict[str, Any]):
+class _Compared:
+    """A container whose comparison reads all of it."""
+
+    _place: str
+
+    def __eq__(self, other: object) -> bool:
+        _seen.add(f"{self._place}.*")
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Table(_Compared, dict[str, Any]):
     """A dictionary that notes which entries are read; a comparison reads all of it."""
 
     def __init__(self, data: dict[str, Any], place: str) -> None:
@@ -89,17 +104,8 @@ class _Table(dict[str, Any]):
     def values(self) -> Any:
         return {key: self[key] for key in self}.values()
 
-    def __eq__(self, other: object) -> bool:
-        _seen.add(f"{self._place}.*")
-        return super().__eq__(other)
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _Items(list[Any]):
+class _Items(_Compared, list[Any]):
     """A list that notes that it is read; what it holds has its place."""
 
     def __init__(self, data: list[Any], place: str) -> None:
@@ -114,12 +120,3 @@ class _Items(list[Any]):
     def __iter__(self) -> Iterator[Any]:
         _seen.add(self._place)
         return super().__iter__()
-
-    def __eq__(self, other: object) -> bool:
-        _seen.add(f"{self._place}.*")
-        return super().__eq__(other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = None  # type: ignore[assignment]

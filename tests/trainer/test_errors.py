@@ -210,7 +210,6 @@ OUR_WORDS = {
 @pytest.mark.catalogue(
     "MC35",
     "RS18",
-    "TF31",
     "TF33",
     "TF35",
     "DL02",
@@ -279,7 +278,7 @@ OUR_WARNINGS = {"opt_None": "this fit will run with no optimizer"}
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-@pytest.mark.catalogue("ER03")
+@pytest.mark.catalogue("ER03", "TF31")
 @pytest.mark.catalogue("TA05", adaptation="unattached values are Python's; in a step they are arguments")
 def test_the_same_is_accepted_as_in_lightning_with_the_same_warnings(name: str, tmp_path: Path) -> None:
     theirs = golden("errors")[name]
@@ -422,10 +421,3 @@ def test_a_run_with_jit_switched_off_in_jax_is_eager() -> None:
         trainer = T(enable_checkpointing=False, **flags)
         trainer.fit(TinyModule())
     assert trainer.global_step == 1
-
-
-@pytest.mark.catalogue("TF31")
-def test_the_name_of_the_clipping_algorithm_may_be_in_capitals(tmp_path: Path) -> None:
-    theirs = golden("errors")["clip_algo_upper_ok"]
-    trainer = pl.Trainer(gradient_clip_val=1.0, gradient_clip_algorithm="NORM", default_root_dir=tmp_path)
-    assert str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == theirs["result"]
