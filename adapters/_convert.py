@@ -22,6 +22,9 @@ _WAY_OUT = {
     ("torch.nn.utils.rnn", "PackedSequence"): "Return padded tensors and their lengths from the collate_fn instead.",
 }
 
+# Those of most batches; NumPy has one object for each.
+_FLOATS, _INTEGERS, _NARROW_INTEGERS = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.int32)
+
 
 def module_names(cls: type) -> list[tuple[str, str]]:
     """List (module, class name) of a class and its bases, by which foreign types are recognised."""
@@ -61,6 +64,7 @@ class Converter:
             complex: self._scalar,
         }
         self._tensor_to_numpy: Callable[[Any, Path], Any] = _same
+        self._tensor: type | None = None  # torch's, once one was met and if tensors go on as they are
         self._x64 = False
         self._kept = _leaves.kept_dtypes(False)
         self._copies = copy and not channels_last
@@ -85,16 +89,41 @@ class Converter:
     def again(self, batch: Any) -> Any:
         """Convert one batch in the 64-bit mode that `refresh` found: for the batches of one pass."""
         kind = type(batch)
-        if self._copies and (kind is tuple or kind is list):
-            # The commonest batch, arrays in a tuple or list, at a third of the general price.
-            kept, array = self._kept, np.ndarray
-            copies = []
+        if kind is not list and kind is not tuple:
+            return self.walk(batch, ())
+        leaves = []
+        tensor, kept = self._tensor, self._kept
+        if tensor is not None:
+            # After a hundred calls of a dataset's Python nothing of this is in the processor's caches. What counts then
+            # is how many functions and objects are touched, so the commonest tensors are dealt with right here.
+            floats, integers = _FLOATS, None if self._x64 else _INTEGERS
             for value in batch:
-                if type(value) is not array or value.dtype not in kept:
+                if type(value) is not tensor or not value.is_contiguous():
                     return self.walk(batch, ())
-                copies.append(value.copy())
-            return copies if kind is list else tuple(copies)
-        return self.walk(batch, ())
+                try:
+                    array = value.numpy()
+                    dtype = array.dtype
+                    if dtype is integers:
+                        array = array.astype(_NARROW_INTEGERS, casting="same_value")  # type: ignore[call-overload,unused-ignore]
+                    elif dtype is not floats and dtype not in kept:
+                        return self.walk(batch, ())
+                    elif self.copy:
+                        array = array.copy()
+                except (TypeError, ValueError, RuntimeError):
+                    # torch shows only what is plain: dense, on the host, without gradients; NumPy refuses what does not
+                    # fit, or does not know the word before 2.4
+                    return self.walk(batch, ())
+                leaves.append(array)
+        elif self._copies:
+            # Arrays, at a third of the general price.
+            array_type = np.ndarray
+            for value in batch:
+                if type(value) is not array_type or value.dtype not in kept:
+                    return self.walk(batch, ())
+                leaves.append(value.copy())
+        else:
+            return self.walk(batch, ())
+        return leaves if kind is list else tuple(leaves)
 
     def refresh(self) -> None:
         """Read JAX's 64-bit mode again, before `again`, `finish` and `walk` are used directly."""
@@ -190,6 +219,8 @@ class Converter:
             from ._torch_tensors import tensor_to_numpy
 
             self._tensor_to_numpy = tensor_to_numpy
+            if cls.__module__ == "torch" and cls.__qualname__ == "Tensor" and not self.channels_last:
+                self._tensor = cls
             return self._torch
         if from_library(cls, "tensorflow"):
             return self._tensorflow

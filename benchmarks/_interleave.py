@@ -119,21 +119,25 @@ def quiet() -> Iterator[str]:
             logging.getLogger(name).setLevel(level)
 
 
-def fit_interleaved(module: Any, batches: Any, clock: Clock, metric: str, **flags: Any) -> None:
+def fit_interleaved(module: Any, batches: Any, clock: Clock, metric: str | None, **flags: Any) -> None:
     """Runs our `fit` with the clock in it, with its bar and its CSVLogger on.
 
     Args:
         module: A LightningModule that logs `metric`.
         batches: The training loader.
         clock: Times it.
-        metric: Read at the end of each epoch, so that its last step is done.
+        metric: Read at the end of each epoch, so that its last step is done; None when the module logs nothing, so that
+            the state of the last step is waited for.
         **flags: Further flags of the Trainer.
     """
     import jaxlightning as jl
 
     class Callback(jl.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            float(trainer.callback_metrics[metric])
+            if metric is None:
+                pl_module._engine.block_until_ready()
+            else:
+                float(trainer.callback_metrics[metric])
             clock.epoch_ended()
 
     with quiet() as folder:

@@ -31,9 +31,9 @@ class EngineLogs(EngineCheckpoint):
         if table is None:
             table = self.tables[name] = SlotTable()
             table.capacity = BLOCK
-            self.reset_accumulators(stage)
+            self._neutralize(stage, table)
         elif stage != "train" and self._eval_acc.get(stage) is None:
-            self.reset_accumulators(stage)
+            self._neutralize(stage, table)
         return table
 
     def slots(self, stage: str) -> dict[LogKey, tuple[int, LogMeta]]:
@@ -51,10 +51,12 @@ class EngineLogs(EngineCheckpoint):
     def reset_accumulators(self, stage: str) -> None:
         """Starts an epoch: every accumulator of the stage is neutral again."""
         table = self.tables.get(_table_name(stage))
-        if table is None:
-            return
-        dtype = float_dtype()
-        self._set_accumulators(stage, self.strategy.put(table.identity(dtype)))
+        if table is None or not any(meta.on_epoch for _, meta in table.slots.values()):
+            return  # a transfer is a tenth of a millisecond; steps write only where epochs are wanted
+        self._neutralize(stage, table)
+
+    def _neutralize(self, stage: str, table: SlotTable) -> None:
+        self._set_accumulators(stage, self.strategy.put(table.identity(float_dtype())))
 
     def _set_accumulators(self, stage: str, value: Any) -> None:
         if stage == "train":

@@ -58,6 +58,8 @@ def train_function(
         after = _flat(state, state_treedef, info)
         info.reshapes = info.treedef_after is not None or shapes_of(after) != shapes_of(leaves)
         info.needs_host = info.needs_host or info.reshapes
+        if not info.plan.metas:
+            values = None  # an output costs microseconds, also an empty one
         return after, values, states, outputs, finite, effects
 
     return step if options.manual is None or not engine.jit else resolve(step)
@@ -91,7 +93,7 @@ def fused_function(
             each = iter(own)
             arrays = [leaf if same else next(each) for leaf, same in zip(stacked, shared, strict=True)]
             leaves, values, *_ = step(carry[0], arrays, ints, floats, *host)
-            return (leaves, values), None
+            return (leaves, carry[1] if values is None else values), None
 
         first = jnp.zeros((table.capacity,), engine.tree.acc.dtype)
         own = [leaf for leaf, same in zip(stacked, shared, strict=True) if not same]

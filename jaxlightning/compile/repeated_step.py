@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxlightning.compile.host_values import HostEnvironment
     from jaxlightning.compile.variants import CompiledStep
 
-__all__ = ["RepeatedStep"]
+__all__ = ["RepeatedStep", "Unchanging"]
 
 
 @functools.lru_cache(maxsize=64)
@@ -39,6 +39,13 @@ _STEADY = frozenset(
 def _moves(key: str) -> bool:
     """Whether a number is the trainer's and may change while steps run: it is known only when they are booked."""
     return key.startswith("self.trainer.") and key not in _STEADY
+
+
+class Unchanging:
+    """In the place of an engine, for steps that see nothing of what the host may change."""
+
+    _dirty = False
+    _leaves: Any = ()
 
 
 class RepeatedStep:
@@ -71,6 +78,15 @@ class RepeatedStep:
     def fits(self, floats: Any) -> bool:
         """Whether it runs with these float inputs."""
         return self._floats is floats
+
+    @property
+    def bare(self) -> tuple[Any, Any, Any, type | None]:
+        """What a loop needs to make the compiled call itself: the carrier of the state, the call and its floats.
+
+        The last item is the kind of batch with which the call is all there is to a step, since such a batch is the
+        list of the arrays that it takes; None when there is no such kind.
+        """
+        return self.engine, self._call, self._floats, list if self._flat is list and self._host is None else None
 
     @property
     def uses_host_numbers(self) -> bool:

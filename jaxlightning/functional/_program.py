@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlightning.compile.checks import checked, raising
+from jaxlightning.compile.repeated_step import Unchanging
 from jaxlightning.functional._forms import (
     Form,
     LossForm,
@@ -190,7 +191,9 @@ class RepeatedProgram:
         finish: Makes the result of the last batch.
     """
 
-    still_valid = True  # a hand-written step reads nothing that could change between two batches
+    # A hand-written step reads nothing that could change between two batches, and is called as a whole.
+    still_valid = True
+    bare = (Unchanging(), None, None, None)
 
     def __init__(self, held: Held, program: TrainProgram, finish: Callable[..., Any]) -> None:
         self._held = held
