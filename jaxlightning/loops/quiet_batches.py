@@ -152,6 +152,9 @@ class QuietBatches:
         step_total, step_current = optimizer.step.total, optimizer.step.current
         integers = step.integers(current.ready, self._epoch, step_total.completed, total.ready, room)
         fusion = engine.fusion
+        layout = results.step_layout()
+        if layout is not None and layout.is_empty:
+            self._logs_every = 0  # a step that logs something else ends the stretch
         before, done = current.ready, step_total.completed
         self._step, self._results, self._booked = step, results, done
         try:

@@ -179,6 +179,8 @@ class LoggerConnector(Sender):
         """
         trainer = self._trainer
         layout, values = results.step_layout(), results.latest()
+        if layout is not None and layout.is_empty:
+            return
         if layout is None or values is None:
             items = results.step_items()
             self._emit(items.log if trainer.loggers else {}, items.bar, None, late=True, axis=axis)

@@ -85,6 +85,11 @@ class StepLayout:
     log: Mapping[str, int]
     bar: Mapping[str, int]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody gets anything."""
+        return not (self.log or self.bar)
+
 
 @dataclass(frozen=True, slots=True)
 class StepEmission:
