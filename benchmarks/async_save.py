@@ -34,10 +34,10 @@ import jaxlightning as pl  # noqa: E402
 from jaxlightning.optim import Adam  # noqa: E402
 
 LIMIT_BLOCKED = 0.10
-#: One state: the snapshot, which shrinks while it is written. At the beginning it is whole and the first slice (1 MiB)
-#: is under way as well, in three forms (taken, compressed, in the file's buffer), beside what the process itself takes
-#: meanwhile (threads, tables of the storage library).
-LIMIT_STATES, LIMIT_UNDER_WAY = 1.0, 6e6
+#: One state: the snapshot, which shrinks while it is written; as much of it as writing takes besides lies on disk
+#: before the first slice is taken. The second number is what Python itself takes for a save of any size (objects, the
+#: thread), in bytes.
+LIMIT_STATES, PYTHONS_OWN = 1.0, 5e5
 
 
 class Stack(nn.Module):
@@ -68,12 +68,16 @@ class Memory:
 
     def __init__(self) -> None:
         give_back()
-        self._stop = threading.Event()
-        self.before = self.most = resident()
+        self._stop, self._runs = threading.Event(), threading.Event()
+        self.before = self.most = 0
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
+        self._runs.wait()
 
     def _sample(self) -> None:
+        self._stop.wait(0.002)
+        self.before = self.most = resident()  # with this thread's own stack
+        self._runs.set()
         while not self._stop.wait(0.002):
             self.most = max(self.most, resident())
 
@@ -163,9 +167,10 @@ def measure(megabytes: float, pairs: int) -> dict[str, Any]:
         "synchronous_save_ms": round(waited * 1e3, 1),
         "blocked_fraction": round(blocked / waited, 4),
         "limit_blocked_fraction": LIMIT_BLOCKED,
-        "extra_memory_in_states": round(statistics.median(measuring.memory) / measuring.nbytes, 3),
-        "extra_memory_in_states_each": [round(extra / measuring.nbytes, 3) for extra in measuring.memory],
-        "limit_memory_in_states": round(LIMIT_STATES + LIMIT_UNDER_WAY / measuring.nbytes, 3),
+        "extra_memory_in_states": round(statistics.median(measuring.memory) / measuring.nbytes, 5),
+        "extra_memory_in_states_each": [round(extra / measuring.nbytes, 5) for extra in measuring.memory],
+        "extra_memory_beyond_one_state_kB": round((statistics.median(measuring.memory) - measuring.nbytes) / 1e3, 1),
+        "limit_memory_in_states": round(LIMIT_STATES + PYTHONS_OWN / measuring.nbytes, 5),
     }
 
 

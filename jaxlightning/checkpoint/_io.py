@@ -23,7 +23,7 @@ import numpy as np
 from jaxlightning.checkpoint import _layout, _remote
 from jaxlightning.checkpoint._errors import CheckpointError
 from jaxlightning.checkpoint._migrate import migrate
-from jaxlightning.checkpoint._numpy_handler import Pending, registry
+from jaxlightning.checkpoint._numpy_handler import Pending, lend, registry
 from jaxlightning.checkpoint._relative import RelativePaths
 from jaxlightning.utilities.host_memory import fresh_copy
 from jaxlightning.utilities.serialization import OnUnwritable, decode, dtype_or_none, encode
@@ -192,10 +192,14 @@ def commit(payload: Payload, target: str | os.PathLike[str], options: dict[str, 
     handlers: dict[str, Any] = {
         name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry()) for name in payload.stores
     }
-    arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(store.hand_over()) for name, store in payload.stores.items()}
+    trees = {name: store.hand_over() for name, store in payload.stores.items()}
+    arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
+    pending: list[Pending] = [leaf for tree in trees.values() for leaf in jax.tree.leaves(tree)]
+    del trees
     handlers[_layout.METADATA_ITEM] = ocp.JsonCheckpointHandler(filename=_layout.METADATA_FILE)
     arguments[_layout.METADATA_ITEM] = ocp.args.JsonSave(payload.metadata)
     try:
+        lend(pending, final.parent)
         with (
             _layout.plainly_named(final.parent) as folder,
             ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer,
@@ -210,6 +214,9 @@ def commit(payload: Payload, target: str | os.PathLike[str], options: dict[str, 
         for left in final.parent.glob(f"{_escape_glob(staged.name)}*"):
             _layout.delete_tree(left)
         raise
+    finally:
+        for array in pending:
+            array.close()
 
 
 class StoredCheckpoint:

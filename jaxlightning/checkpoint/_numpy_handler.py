@@ -2,22 +2,36 @@
 
 Orbax's own handler copies every array first, writes all of them at once, and everybody who was given the tree holds it
 until the end, so that a save takes three times the state beside the live one. Here the snapshot shrinks while it is
-written, and what is under way at any moment is a slice.
+written, and what is under way at any moment is a slice. So that both together are never more than the state, an array
+that comes late is put on disk before the first slice is taken (`lend`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxlightning.utilities.host_memory import own_pages
+
 #: What is under way at once: this, or this part of the item for items so large that they would fall into very many
 #: pieces. Storage takes about three times of it: the source, its compressed form, and the file that is written.
 _SLICE_BYTES = 1 << 20
 _MOST_SLICES = 256
+
+#: Snapshots of fewer bytes lend nothing: there what a save takes is counted in what Python itself takes.
+_LENDING_FROM_BYTES = 32 << 20
+#: What is lent: so many slices, and what the storage library takes for itself (threads, tables).
+_SLICES_UNDER_WAY, _LIBRARY_BYTES = 4, 2 << 20
+#: An array of more than this part of the snapshot is not lent: it would be written twice.
+_LARGEST_LENT = 0.25
 
 
 class Pending:
@@ -35,6 +49,7 @@ class Pending:
 
     def __init__(self, array: np.ndarray) -> None:
         self._array: np.ndarray | None = array
+        self._file: Any = None
         self.shape, self.dtype, self.size, self.nbytes = array.shape, array.dtype, array.size, array.nbytes
 
     def take(self) -> np.ndarray:
@@ -42,11 +57,82 @@ class Pending:
 
         Raises:
             RuntimeError: It was taken before.
+            OSError: It was lent, and cannot be read back.
         """
         array, self._array = self._array, None
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                array = own_pages(self.shape, self.dtype)
+                file.seek(0)
+                left = _bytes_of(array)
+                while left:  # one call reads 2 GiB at most
+                    count = file.readinto(left)
+                    if not count:
+                        raise OSError("A part of a snapshot that lay on disk until its turn cannot be read back.")
+                    left = left[count:]
         if array is None:
             raise RuntimeError("This array was written and is gone; a snapshot can be written once.")
         return array
+
+    def lend(self, folder: str | os.PathLike[str]) -> None:
+        """Put the array into a file without a name, from which `take` reads it.
+
+        Args:
+            folder: Where the file lies.
+
+        Raises:
+            OSError: It cannot be written; the array stays in memory.
+        """
+        array = self._array
+        if array is None or not array.flags.c_contiguous:
+            return
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
+            left = _bytes_of(array)
+            while left:
+                left = left[file.write(left) :]
+            stack.pop_all()
+        self._array, self._file = None, file
+
+    def close(self) -> None:
+        """Forget the array, also one that was lent."""
+        file, self._file, self._array = self._file, None, None
+        if file is not None:
+            file.close()
+
+
+def lend(arrays: Sequence[Pending], folder: str | os.PathLike[str]) -> None:
+    """Put as much of a large snapshot on disk as writing it takes besides.
+
+    What is lent comes back when at least as much was written and is gone.
+
+    Args:
+        arrays: The snapshot, in the order in which it will be written.
+        folder: Where the files lie, which have no names.
+    """
+    total = sum(array.nbytes for array in arrays)
+    if total < _LENDING_FROM_BYTES:
+        return
+    wanted = _SLICES_UNDER_WAY * _slice_bytes(arrays) + _LIBRARY_BYTES
+    before = itertools.accumulate((array.nbytes for array in arrays), initial=0)
+    late = [
+        array
+        for array, written in zip(arrays, before, strict=False)
+        if written >= wanted and array.nbytes <= _LARGEST_LENT * total
+    ]
+    large = [array for array in late if array.nbytes >= wanted]
+    chosen = [min(large, key=lambda array: array.nbytes)] if large else sorted(late, key=lambda array: -array.nbytes)
+    with contextlib.suppress(OSError):  # no room: the save takes a little more memory
+        for array in chosen:
+            if wanted <= 0:
+                return
+            array.lend(folder)
+            wanted -= array.nbytes
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 @functools.cache

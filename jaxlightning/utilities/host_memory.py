@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["HostCopies", "fresh_copy", "host_copies"]
+__all__ = ["HostCopies", "fresh_copy", "host_copies", "own_pages"]
 
 _OWN_PAGES_FROM_BYTES = 1 << 20
 
@@ -27,7 +27,7 @@ def fresh_copy(array: np.ndarray) -> np.ndarray:
     """Copy an array, with its values only in common with the source."""
     if array.nbytes < _OWN_PAGES_FROM_BYTES or array.dtype.hasobject:
         return np.array(array, copy=True)
-    copy = _empty(array.shape, array.dtype)
+    copy = own_pages(array.shape, array.dtype)
     copy[...] = array
     return copy
 
@@ -54,7 +54,7 @@ def host_copies(leaves: Sequence[Any]) -> list[np.ndarray]:
         elif len(parts) == 1:
             copies.append(fresh_copy(np.asarray(parts[0][1])))
         else:
-            whole = _empty(leaf.shape, leaf.dtype)
+            whole = own_pages(leaf.shape, leaf.dtype)
             while parts:
                 place, part = parts.pop()
                 whole[place] = np.asarray(part)
@@ -114,7 +114,13 @@ def _handles(leaf: Any) -> list[tuple[Any, jax.Array]] | None:
     return list(parts.values())
 
 
-def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def own_pages(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return an uninitialized array; a large one in pages of its own.
+
+    Args:
+        shape: Of the array.
+        dtype: Of the array.
+    """
     kind: np.dtype[Any] = np.dtype(dtype)
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     if nbytes < _OWN_PAGES_FROM_BYTES:
