@@ -64,7 +64,7 @@ class Converter:
             complex: self._scalar,
         }
         self._tensor_to_numpy: Callable[[Any, Path], Any] = _same
-        self._tensor: type | None = None  # torch's, once one was met and if tensors go on as they are
+        self._tensor: Any = None  # torch's, once one was met and if tensors go on as they are
         self._x64 = False
         self._kept = _leaves.kept_dtypes(False)
         self._copies = copy and not channels_last

@@ -132,7 +132,7 @@ def lend(arrays: Sequence[Pending], folder: str | os.PathLike[str]) -> None:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 @functools.cache

@@ -58,9 +58,8 @@ def train_function(
         after = _flat(state, state_treedef, info)
         info.reshapes = info.treedef_after is not None or shapes_of(after) != shapes_of(leaves)
         info.needs_host = info.needs_host or info.reshapes
-        if not info.plan.metas:
-            values = None  # an output costs microseconds, also an empty one
-        return after, values, states, outputs, finite, effects
+        # An output costs microseconds, also an empty one.
+        return after, values if info.plan.metas else None, states, outputs, finite, effects
 
     return step if options.manual is None or not engine.jit else resolve(step)
 
