@@ -306,7 +306,7 @@ def main() -> int:
     # What an epoch costs is not what a batch costs, so these are the real epochs of the data: 468 batches.
     many = loader(min(10 * args.images, 468 * BATCH), args.data)[0]
     plumbing(report, many, Empty(), args.pairs)
-    plumbing(report, many, EmptyWithLog(), max(1, args.pairs // 3))
+    plumbing(report, many, EmptyWithLog(), max(2, args.pairs // 3))
     wait(report, batches, args.pairs)
     one_pass = hand_written(batches)
     clock = Clock(one_pass, args.pairs, len(batches))
