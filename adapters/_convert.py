@@ -99,20 +99,20 @@ class Converter:
             floats, integers = _FLOATS, None if self._x64 else _INTEGERS
             for value in batch:
                 if type(value) is not tensor or not value.is_contiguous():
-                    return self.walk(batch, ())
+                    return self._by_rules(batch)
                 try:
                     array = value.numpy()
                     dtype = array.dtype
                     if dtype is integers:
                         array = array.astype(_NARROW_INTEGERS, casting="same_value")  # type: ignore[call-overload,unused-ignore]
                     elif dtype is not floats and dtype not in kept:
-                        return self.walk(batch, ())
+                        return self._by_rules(batch)
                     elif self.copy:
                         array = array.copy()
                 except (TypeError, ValueError, RuntimeError):
                     # torch shows only what is plain: dense, on the host, without gradients; NumPy refuses what does not
                     # fit, or does not know the word before 2.4
-                    return self.walk(batch, ())
+                    return self._by_rules(batch)
                 leaves.append(array)
         elif self._copies:
             # Arrays, at a third of the general price.
@@ -124,6 +124,11 @@ class Converter:
         else:
             return self.walk(batch, ())
         return leaves if kind is list else tuple(leaves)
+
+    def _by_rules(self, batch: Any) -> Any:
+        """Convert a batch with something else in it, and look for nothing else from now on: no leaf is made twice."""
+        self._tensor = None
+        return self.walk(batch, ())
 
     def refresh(self) -> None:
         """Read JAX's 64-bit mode again, before `again`, `finish` and `walk` are used directly."""
