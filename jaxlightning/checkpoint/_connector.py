@@ -10,7 +10,7 @@ import copy
 import os
 from typing import TYPE_CHECKING, Any
 
-from jaxlightning.checkpoint import _contents, _host_rng, _io, _resolve, _running
+from jaxlightning.checkpoint import _contents, _host_rng, _io, _resolve, _running, _stored
 from jaxlightning.checkpoint._discover import open_newest
 from jaxlightning.checkpoint._gather import DATAMODULE_KEYS, MODULE_KEYS, gather, hands_out_arrays
 from jaxlightning.checkpoint._layout import is_remote
@@ -47,14 +47,14 @@ class CheckpointConnector:
         self.writer = CheckpointWriter(background=background)
         self._ckpt_path: str | os.PathLike[str] | None = None
         self._user_managed = False
-        self._opened: _io.StoredCheckpoint | None = None  # what `auto_resume` found and read
+        self._opened: _stored.StoredCheckpoint | None = None  # what `auto_resume` found and read
         self.auto_resumed = False
         #: Whether the loggers go on in the records of the run that is continued, so that they get every row of it.
         self.continues_records = False
         self._loaded: dict[str, Any] = {}
         self._metrics: dict[str, Any] | None = None
         self._places: dict[str, _contents.Place] = {}
-        self._stored: _io.StoredCheckpoint | None = None
+        self._stored: _stored.StoredCheckpoint | None = None
         self._warnings = WarningCache()
         self._copies = HostCopies()
         #: Random streams and the loggers' positions before the validation that runs; see `before_evaluation`.
@@ -260,7 +260,7 @@ class CheckpointConnector:
             return
         rank_zero_info("Restoring states from the checkpoint path at %s", checkpoint_path)
         opened, self._opened = self._opened, None
-        self._stored = opened if opened is not None else _io.StoredCheckpoint(checkpoint_path)
+        self._stored = opened if opened is not None else _stored.StoredCheckpoint(checkpoint_path)
         self._loaded = load_dictionary(self._stored, training_state=self._is_fit())
 
     def restore_modules_and_callbacks(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxlightning.checkpoint import _io, _layout, _remote
+from jaxlightning.checkpoint import _layout, _remote, _stored
 from jaxlightning.checkpoint._errors import CheckpointError
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
@@ -30,7 +30,7 @@ def newest_checkpoint(root: str | os.PathLike[str], *, clean: bool = True) -> st
     return next(_newest_first(root, clean=clean), None)
 
 
-def open_newest(root: str | os.PathLike[str], *, clean: bool = True) -> _io.StoredCheckpoint | None:
+def open_newest(root: str | os.PathLike[str], *, clean: bool = True) -> _stored.StoredCheckpoint | None:
     """Return the newest checkpoint below a directory, read as a whole: every array has its check sum.
 
     Args:
@@ -42,7 +42,7 @@ def open_newest(root: str | os.PathLike[str], *, clean: bool = True) -> _io.Stor
     """
     for path in _newest_first(root, clean=clean):
         try:
-            stored = _io.StoredCheckpoint(path)
+            stored = _stored.StoredCheckpoint(path)
             stored.read_all()
         except (CheckpointError, OSError) as error:
             _warn(path, error)

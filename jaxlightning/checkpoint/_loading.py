@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxlightning.checkpoint import _io
+from jaxlightning.checkpoint import _stored
 from jaxlightning.checkpoint._gather import DATAMODULE_KEYS, MODULE_KEYS
 from jaxlightning.checkpoint._weights import load_dictionary, load_weights_into
 from jaxlightning.utilities.exceptions import MisconfigurationException
@@ -48,7 +48,7 @@ def load_module_from_checkpoint(
         RuntimeError: The weights do not fit; the message lists the paths.
         ValueError: The file has another ending, or ``strict`` contradicts the module.
     """
-    stored = _io.StoredCheckpoint(checkpoint_path)
+    stored = _stored.StoredCheckpoint(checkpoint_path)
     checkpoint = load_dictionary(stored, training_state=_wants_everything(cls))
     module: Any = _build(cls, checkpoint, MODULE_KEYS, hparams_file, overrides, checkpoint_path)
     own = module._strict_loading
@@ -91,7 +91,7 @@ def load_datamodule_from_checkpoint(
         MisconfigurationException: A hyper-parameter could not be saved and is not given.
         ValueError: The file has another ending.
     """
-    checkpoint = _io.StoredCheckpoint(checkpoint_path).body()
+    checkpoint = _stored.StoredCheckpoint(checkpoint_path).body()
     datamodule: Any = _build(cls, checkpoint, DATAMODULE_KEYS, hparams_file, overrides, checkpoint_path)
     state = checkpoint.get(cls.__qualname__)
     if state is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlightning.checkpoint import _contents, _io, _layout, _remote
+from jaxlightning.checkpoint import _contents, _layout, _remote, _stored
 from jaxlightning.checkpoint._errors import CheckpointError, NotACheckpointError
 
 Include = str | Sequence[str] | Callable[[str], bool]
@@ -84,7 +84,7 @@ def load_weights(
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, _contents.Place]]:
     try:
-        stored = _io.StoredCheckpoint(path)
+        stored = _stored.StoredCheckpoint(path)
         params, variables = stored.tree("params") or {}, stored.tree("variables") or {}
     except NotACheckpointError:
         params, variables = _read_plain(path), {}

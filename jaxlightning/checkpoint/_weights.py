@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxlightning.checkpoint import _contents, _io
+from jaxlightning.checkpoint import _contents, _io, _stored
 from jaxlightning.utilities.rank_zero import rank_zero_warn
 
 
-def load_dictionary(stored: _io.StoredCheckpoint, *, training_state: bool) -> dict[str, Any]:
+def load_dictionary(stored: _stored.StoredCheckpoint, *, training_state: bool) -> dict[str, Any]:
     """Read a checkpoint into Lightning's dictionary.
 
     Args:
@@ -22,7 +22,9 @@ def load_dictionary(stored: _io.StoredCheckpoint, *, training_state: bool) -> di
     return _contents.join_from_disk(stored.body(), {name: stored.tree(name) for name in names})
 
 
-def load_weights_into(module: Any, flat: dict[str, Any], *, stored: _io.StoredCheckpoint | None, strict: bool) -> None:
+def load_weights_into(
+    module: Any, flat: dict[str, Any], *, stored: _stored.StoredCheckpoint | None, strict: bool
+) -> None:
     """Set a module's parameters and variables from a flat `state_dict`, whether they exist already or not.
 
     Args:

@@ -174,7 +174,7 @@ def load_state(path: str | os.PathLike[str], state: Any, *, opt_state: Any = Non
         FileNotFoundError: There is nothing at the path.
         RuntimeError: The checkpoint does not fit.
     """
-    from jaxlightning.checkpoint._io import StoredCheckpoint
+    from jaxlightning.checkpoint._stored import StoredCheckpoint
 
     stored = StoredCheckpoint(path)
     kind = "model" if is_nnx_module(state) else "state" if _is_train_state(state) else "params"

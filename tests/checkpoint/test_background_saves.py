@@ -13,7 +13,7 @@ import pytest
 from support.checkpoints import Scripted, loader, trainer
 
 import jaxlightning as pl
-from jaxlightning.checkpoint import _io, _numpy_handler
+from jaxlightning.checkpoint import _io, _numpy_handler, _stored
 
 
 class Adamized(Scripted):
@@ -58,7 +58,7 @@ def test_a_save_that_is_written_later_holds_its_own_step(tmp_path: Path, monkeyp
     monkeypatch.setattr(_io, "commit", late)
     saving = SaveAt(tmp_path / "a.ckpt", gate)
     trainer(tmp_path, max_epochs=1, enable_checkpointing=False, callbacks=[saving]).fit(Adamized())
-    stored = _io.StoredCheckpoint(tmp_path / "a.ckpt")
+    stored = _stored.StoredCheckpoint(tmp_path / "a.ckpt")
     written = (stored.tree("params"), stored.tree("optimizer_states"))
     got, want = (jax.tree_util.tree_leaves(each) for each in (written, saving.copy))
     assert [leaf.tobytes() for leaf in got] == [leaf.tobytes() for leaf in want]
@@ -82,7 +82,7 @@ def test_the_snapshot_shrinks_while_it_is_written(tmp_path: Path, monkeypatch: p
     _io.commit(payload, tmp_path / "a.ckpt")
     assert left == [6, 5, 4, 3, 2, 1]  # when one is taken to be written, those before it are gone
     assert all(array() is None for array in alive)
-    back = _io.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")
+    back = _stored.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")
     assert all((array == int(name)).all() for name, array in back.items())
 
 
@@ -100,7 +100,7 @@ def test_what_is_written_in_slices_is_what_was_there(
     assert all(array[place].nbytes <= 1000 for place in pieces)
     payload = _io.snapshot({}, {"params": {"w": array}}, target=tmp_path / "a.ckpt", header={})
     _io.commit(payload, tmp_path / "a.ckpt")
-    np.testing.assert_array_equal(_io.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")["w"], array)
+    np.testing.assert_array_equal(_stored.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")["w"], array)
     plain = ocp.PyTreeCheckpointer().restore(tmp_path / "a.ckpt" / "params")["w"]
     np.testing.assert_array_equal(plain, array)
 
@@ -141,7 +141,7 @@ def test_checkpoints_of_one_state_share_their_copies(tmp_path: Path, monkeypatch
     first, second, third = payloads
     assert all(a is b for a, b in zip(first, second, strict=True))
     assert not any(a is b for a, b in zip(first, third, strict=True))
-    a, b, d = (_io.StoredCheckpoint(tmp_path / f"{name}.ckpt").tree("params") for name in "abd")
+    a, b, d = (_stored.StoredCheckpoint(tmp_path / f"{name}.ckpt").tree("params") for name in "abd")
     assert jax.tree.all(jax.tree.map(np.array_equal, a, b))
     assert not jax.tree.all(jax.tree.map(np.array_equal, a, d))
 
@@ -159,5 +159,5 @@ def test_hooks_that_see_the_arrays_get_their_own(tmp_path: Path) -> None:
                 trainer.save_checkpoint(tmp_path / "b.ckpt")
 
     trainer(tmp_path, max_epochs=1, enable_checkpointing=False, callbacks=[Twice()]).fit(Changing())
-    a, b = (_io.StoredCheckpoint(tmp_path / f"{name}.ckpt").tree("params") for name in "ab")
+    a, b = (_stored.StoredCheckpoint(tmp_path / f"{name}.ckpt").tree("params") for name in "ab")
     assert jax.tree.all(jax.tree.map(np.array_equal, a, b))  # changed once each

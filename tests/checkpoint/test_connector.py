@@ -19,7 +19,7 @@ from support.checkpoints import Scripted, golden, loader, trainer
 
 import jaxlightning as pl
 from jaxlightning.callbacks import EarlyStopping, ModelCheckpoint
-from jaxlightning.checkpoint._io import StoredCheckpoint
+from jaxlightning.checkpoint._stored import StoredCheckpoint
 from jaxlightning.optim import SGD, Adam
 from jaxlightning.optim.lr_scheduler import StepLR
 from jaxlightning.utilities.exceptions import MisconfigurationException

@@ -39,7 +39,7 @@ def run(root: Path, devices: int, ckpt_path: Any = None, epochs: int = 1) -> tup
 
 
 def leaves(path: Path) -> list[Any]:
-    from jaxlightning.checkpoint._io import StoredCheckpoint
+    from jaxlightning.checkpoint._stored import StoredCheckpoint
 
     stored = StoredCheckpoint(path)
     trees = [stored.tree(name) for name in ("params", "optimizer_states")]

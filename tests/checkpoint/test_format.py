@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.checkpoints import Scripted, trainer
 
-from jaxlightning.checkpoint import CheckpointError, _io
+from jaxlightning.checkpoint import CheckpointError, _io, _stored
 from jaxlightning.checkpoint._migrate import MIGRATIONS, migrate
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "checkpoint-format.md"
@@ -84,4 +84,4 @@ def test_older_versions_are_migrated_step_by_step_and_newer_ones_refused(
     file = newer / "metadata" / "metadata.json"
     file.write_text(file.read_text().replace('"format_version": 1', '"format_version": 99'))
     with pytest.raises(CheckpointError, match=r"format version 99.*reads versions 1 to"):
-        _io.StoredCheckpoint(newer)
+        _stored.StoredCheckpoint(newer)

@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxlightning.checkpoint import _io, _layout
+from jaxlightning.checkpoint import _io, _layout, _stored
 from jaxlightning.checkpoint._errors import CheckpointError, IncompleteCheckpointError, NotACheckpointError
 from jaxlightning.utilities.serialization import TAG
 
@@ -59,7 +59,7 @@ def same(a, b):
 
 
 def test_every_tree_comes_back_with_its_structure_and_bits(saved):
-    stored = _io.StoredCheckpoint(saved)
+    stored = _stored.StoredCheckpoint(saved)
     for name, tree in TREES.items():
         assert same(stored.tree(name), tree), name
     assert stored.tree("gradients") is None
@@ -67,7 +67,7 @@ def test_every_tree_comes_back_with_its_structure_and_bits(saved):
 
 
 def test_trees_are_read_as_numpy_so_that_the_topology_does_not_matter(saved):
-    leaves = jax.tree_util.tree_leaves(_io.StoredCheckpoint(saved).tree("params"))
+    leaves = jax.tree_util.tree_leaves(_stored.StoredCheckpoint(saved).tree("params"))
     assert all(isinstance(leaf, np.ndarray) for leaf in leaves)
 
 
@@ -93,7 +93,7 @@ def test_paths_of_callbacks_follow_a_moved_run(saved, tmp_path):
     moved = tmp_path / "elsewhere" / "deep"
     moved.mkdir(parents=True)
     shutil.move(saved, moved / "a.ckpt")
-    assert _io.StoredCheckpoint(moved / "a.ckpt").body()["callbacks"]["c"]["path"] == str(moved / "x.ckpt")
+    assert _stored.StoredCheckpoint(moved / "a.ckpt").body()["callbacks"]["c"]["path"] == str(moved / "x.ckpt")
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(saved):
@@ -105,7 +105,7 @@ def test_no_file_of_a_checkpoint_is_a_pickle(saved):
 def test_colliding_names_stay_apart(tmp_path):
     tree = {"a": {"b": np.ones(2)}, "a.b": np.zeros(3), 1: np.full(1, 7.0), "1": np.full(2, 8.0)}
     save(tmp_path / "x.ckpt", trees={"params": tree})
-    back = _io.StoredCheckpoint(tmp_path / "x.ckpt").tree("params")
+    back = _stored.StoredCheckpoint(tmp_path / "x.ckpt").tree("params")
     assert list(back) == ["a", "a.b", 1, "1"]
     assert (back["a"]["b"].tolist(), back["a.b"].tolist()) == ([1, 1], [0, 0, 0])
     assert (back[1].tolist(), back["1"].tolist()) == ([7], [8, 8])
@@ -120,7 +120,7 @@ def test_a_snapshot_does_not_see_what_donating_steps_write_later(tmp_path):
         state = step(state)
     jax.block_until_ready(state)
     _io.commit(payload, tmp_path / "a.ckpt")
-    np.testing.assert_array_equal(_io.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")["w"], before)
+    np.testing.assert_array_equal(_stored.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")["w"], before)
 
 
 def test_sharded_arrays_of_eight_devices_come_back_whole(tmp_path):
@@ -128,14 +128,14 @@ def test_sharded_arrays_of_eight_devices_come_back_whole(tmp_path):
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     tree = {"w": jax.device_put(jnp.arange(64.0).reshape(16, 4), sharding)}
     save(tmp_path / "a.ckpt", trees={"params": tree})
-    np.testing.assert_array_equal(_io.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")["w"], tree["w"])
+    np.testing.assert_array_equal(_stored.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")["w"], tree["w"])
 
 
 def test_saving_over_a_checkpoint_replaces_it_as_a_whole(tmp_path):
     path = tmp_path / "last.ckpt"
     save(path, {"epoch": 1})
     save(path, {"epoch": 2}, {"params": {"w": np.ones(1)}})
-    stored = _io.StoredCheckpoint(path)
+    stored = _stored.StoredCheckpoint(path)
     assert stored.body() == {"epoch": 2}
     assert not stored.has("optimizer_states")
     assert os.listdir(tmp_path) == ["last.ckpt"]
@@ -144,10 +144,10 @@ def test_saving_over_a_checkpoint_replaces_it_as_a_whole(tmp_path):
 def test_saving_over_a_link_leaves_what_it_points_to(tmp_path):
     save(tmp_path / "a.ckpt", {"epoch": 1})
     (tmp_path / "last.ckpt").symlink_to("a.ckpt")
-    assert _io.StoredCheckpoint(tmp_path / "last.ckpt").body() == {"epoch": 1}
+    assert _stored.StoredCheckpoint(tmp_path / "last.ckpt").body() == {"epoch": 1}
     save(tmp_path / "last.ckpt", {"epoch": 2})
-    assert _io.StoredCheckpoint(tmp_path / "a.ckpt").body() == {"epoch": 1}
-    assert _io.StoredCheckpoint(tmp_path / "last.ckpt").body() == {"epoch": 2}
+    assert _stored.StoredCheckpoint(tmp_path / "a.ckpt").body() == {"epoch": 1}
+    assert _stored.StoredCheckpoint(tmp_path / "last.ckpt").body() == {"epoch": 2}
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monkeypatch):
@@ -161,12 +161,12 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monk
     with pytest.raises(OSError, match="disk full"):
         save(path, {"epoch": 2})
     assert os.listdir(tmp_path) == ["last.ckpt"]
-    assert _io.StoredCheckpoint(path).body() == {"epoch": 1}
+    assert _stored.StoredCheckpoint(path).body() == {"epoch": 1}
 
 
 def test_folders_named_by_a_slash_in_a_metric_are_made(tmp_path):
     save(tmp_path / "epoch=0-val" / "acc=0.50.ckpt")
-    assert _io.StoredCheckpoint(tmp_path / "epoch=0-val" / "acc=0.50.ckpt").body() == {"epoch": 1}
+    assert _stored.StoredCheckpoint(tmp_path / "epoch=0-val" / "acc=0.50.ckpt").body() == {"epoch": 1}
 
 
 def test_what_an_interrupted_process_left_is_cleaned_up(tmp_path):
@@ -179,7 +179,7 @@ def test_what_an_interrupted_process_left_is_cleaned_up(tmp_path):
     (tmp_path / "mine").mkdir()
     _layout.clean_up(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt", "mine"]
-    assert _io.StoredCheckpoint(tmp_path / "b.ckpt").body() == {"epoch": 2}
+    assert _stored.StoredCheckpoint(tmp_path / "b.ckpt").body() == {"epoch": 2}
 
 
 # --- broken and hostile checkpoints --------------------------------------------------------------------------
@@ -187,20 +187,20 @@ def test_what_an_interrupted_process_left_is_cleaned_up(tmp_path):
 
 def test_a_missing_path_is_a_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
-        _io.StoredCheckpoint(tmp_path / "no.ckpt")
+        _stored.StoredCheckpoint(tmp_path / "no.ckpt")
 
 
 def test_a_pickle_is_never_opened(tmp_path):
     (tmp_path / "model.ckpt").write_bytes(b"PK\x03\x04rest")
     with pytest.raises(NotACheckpointError, match="PyTorch checkpoint"):
-        _io.StoredCheckpoint(tmp_path / "model.ckpt")
+        _stored.StoredCheckpoint(tmp_path / "model.ckpt")
 
 
 def test_another_directory_is_no_checkpoint(tmp_path):
     (tmp_path / "d.ckpt").mkdir()
     (tmp_path / "d.ckpt" / "readme.txt").write_text("hello")
     with pytest.raises(NotACheckpointError, match=r"readme\.txt"):
-        _io.StoredCheckpoint(tmp_path / "d.ckpt")
+        _stored.StoredCheckpoint(tmp_path / "d.ckpt")
 
 
 def test_an_uncommitted_checkpoint_is_incomplete(saved):
@@ -208,10 +208,10 @@ def test_an_uncommitted_checkpoint_is_incomplete(saved):
     data = json.loads(marker.read_text())
     marker.write_text(json.dumps({**data, "commit_timestamp_nsecs": None}))
     with pytest.raises(IncompleteCheckpointError):
-        _io.StoredCheckpoint(saved)
+        _stored.StoredCheckpoint(saved)
     marker.unlink()
     with pytest.raises(IncompleteCheckpointError, match="_CHECKPOINT_METADATA is missing"):
-        _io.StoredCheckpoint(saved)
+        _stored.StoredCheckpoint(saved)
 
 
 def edit_metadata(path, change):
@@ -222,7 +222,7 @@ def edit_metadata(path, change):
 
 
 def read_all(path):
-    stored = _io.StoredCheckpoint(path)
+    stored = _stored.StoredCheckpoint(path)
     stored.body()
     for name in _io.TREES:
         stored.tree(name)
@@ -335,6 +335,6 @@ def test_names_that_look_like_patterns_are_only_names(tmp_path, name):
     for _ in range(2):  # also in place of an older one
         save(path, trees={"params": tree})
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    back = _io.StoredCheckpoint(path).tree("params")
+    back = _stored.StoredCheckpoint(path).tree("params")
     assert back["w"].tolist() == tree["w"].tolist()
     assert back["layer"]["b"].tolist() == [1, 1]

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlightning.checkpoint import _io, _numpy_handler
+from jaxlightning.checkpoint import _io, _numpy_handler, _stored
 from jaxlightning.checkpoint._numpy_handler import Pending, lend
 
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_of_which_a_part_was_lent_is_whole(tmp_path: Path, monkeypa
     monkeypatch.setattr(_io, "lend", lambda pending, folder: (lend(pending, folder), seen.append(lent(pending))))
     _io.commit(payload, tmp_path / "a.ckpt")
     assert len(seen[0]) == 1
-    back = _io.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")
+    back = _stored.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")
     assert {name: leaf.tobytes() for name, leaf in back.items()} == {n: leaf.tobytes() for n, leaf in tree.items()}
     assert os.listdir(tmp_path) == ["a.ckpt"]
 

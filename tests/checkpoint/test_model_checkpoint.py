@@ -18,7 +18,7 @@ from support.tracing import RecordingLogger
 
 import jaxlightning as pl
 from jaxlightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from jaxlightning.checkpoint._io import StoredCheckpoint
+from jaxlightning.checkpoint._stored import StoredCheckpoint
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from jaxlightning.utilities.warnings import PossibleUserWarning
 

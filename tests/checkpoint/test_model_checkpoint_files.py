@@ -13,7 +13,7 @@ import pytest
 from support.checkpoints import Failing, Scripted, golden, trainer
 
 from jaxlightning.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
-from jaxlightning.checkpoint._io import StoredCheckpoint
+from jaxlightning.checkpoint._stored import StoredCheckpoint
 from jaxlightning.loggers import CSVLogger, TensorBoardLogger
 
 GOLDEN = golden("checkpoint_files")

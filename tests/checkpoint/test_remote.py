@@ -17,7 +17,7 @@ from support.checkpoints import Scripted, trainer
 
 import jaxlightning as pl
 from jaxlightning.callbacks import ModelCheckpoint
-from jaxlightning.checkpoint import CheckpointError, _io, _remote, load_weights
+from jaxlightning.checkpoint import CheckpointError, _remote, _stored, load_weights
 from jaxlightning.checkpoint._resolve import hpc_resume_path, hpc_save_path
 
 fsspec = pytest.importorskip("fsspec")
@@ -201,7 +201,7 @@ def test_there_too_only_whole_commits_count(remote: str) -> None:
     assert t.global_step == 9
     assert not [name for name in names(folder) if ".saving-" in name]
     if not remote.startswith("file"):  # the staging directory of another file system may hold the only whole copy
-        assert _io.StoredCheckpoint(f"{folder}/last.ckpt").body()["global_step"] == 2
+        assert _stored.StoredCheckpoint(f"{folder}/last.ckpt").body()["global_step"] == 2
 
 
 def test_paths_there_are_relative_so_that_a_run_can_be_moved(remote: str, tmp_path: Path) -> None:

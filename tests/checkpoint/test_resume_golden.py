@@ -15,7 +15,7 @@ from support.tracing import RecordingLogger
 
 import jaxlightning as pl
 from jaxlightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from jaxlightning.checkpoint._io import StoredCheckpoint
+from jaxlightning.checkpoint._stored import StoredCheckpoint
 from jaxlightning.optim import SGD
 
 GOLDEN = golden("resume")

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxlightning.checkpoint import _io, _layout, newest_checkpoint
+from jaxlightning.checkpoint import _io, _layout, _stored, newest_checkpoint
 from jaxlightning.checkpoint._writer import CheckpointWriter
 
 
@@ -44,7 +44,7 @@ def test_a_background_save_returns_early_and_wait_ends_with_it_on_disk(tmp_path,
     gate.set()
     writer.wait()
     assert not writer.busy
-    assert _io.StoredCheckpoint(tmp_path / "a.ckpt").body() == {"epoch": 1}
+    assert _stored.StoredCheckpoint(tmp_path / "a.ckpt").body() == {"epoch": 1}
 
 
 def test_a_deletion_follows_the_commit_of_the_save_before_it(tmp_path, slow):
@@ -103,7 +103,7 @@ def test_a_link_is_relative_and_replaced_in_one_step(tmp_path):
         writer.link(tmp_path / name, tmp_path / "last.ckpt")
     writer.wait()
     assert os.readlink(tmp_path / "last.ckpt") == "b.ckpt"
-    assert _io.StoredCheckpoint(tmp_path / "last.ckpt").body() == {"name": "b.ckpt"}
+    assert _stored.StoredCheckpoint(tmp_path / "last.ckpt").body() == {"name": "b.ckpt"}
 
 
 def test_a_kill_during_a_deletion_leaves_nothing_under_the_name(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_the_end_of_the_interpreter_waits_for_what_is_being_written(tmp_path):
     """google/orbax#605: a script that ends right after an asynchronous save lost it and exited with 0."""
     code = """
         import sys, time, numpy as np
-        from jaxlightning.checkpoint import _io, _layout, newest_checkpoint
+        from jaxlightning.checkpoint import _io, _layout, _stored, newest_checkpoint
         from jaxlightning.checkpoint._writer import CheckpointWriter
         writer = CheckpointWriter(background=True)
         path = sys.argv[1] + "/a.ckpt"
@@ -159,4 +159,4 @@ def test_the_end_of_the_interpreter_waits_for_what_is_being_written(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], capture_output=True, text=True, timeout=100
     )
     assert result.returncode == 0, result.stderr
-    assert _io.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")["w19"].shape == (300, 1000)
+    assert _stored.StoredCheckpoint(tmp_path / "a.ckpt").tree("params")["w19"].shape == (300, 1000)
