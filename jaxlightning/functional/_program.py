@@ -192,7 +192,7 @@ class RepeatedProgram:
     """
 
     # A hand-written step reads nothing that could change between two batches, and is called as a whole.
-    still_valid = True
+    still_valid, uses_host_numbers = True, False
     bare = (Unchanging(), None, None, None)
 
     def __init__(self, held: Held, program: TrainProgram, finish: Callable[..., Any]) -> None:

@@ -153,8 +153,8 @@ class QuietBatches:
         integers = step.integers(current.ready, self._epoch, step_total.completed, total.ready, room)
         fusion = engine.fusion
         layout = results.step_layout()
-        if layout is not None and layout.is_empty:
-            self._logs_every = 0  # a step that logs something else ends the stretch
+        if layout is not None and layout.is_empty and not step.uses_host_numbers:
+            self._logs_every = 0  # a step that decides by a number may log something at its next batch
         before, done = current.ready, step_total.completed
         self._step, self._results, self._booked = step, results, done
         try:
