@@ -191,7 +191,8 @@ def commit(payload: Payload, target: str | os.PathLike[str], options: dict[str, 
     }
     trees = {name: store.hand_over() for name, store in payload.stores.items()}
     arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
-    pending: list[Pending] = [leaf for tree in trees.values() for leaf in jax.tree.leaves(tree)]
+    # Orbax writes the items by their names.
+    pending: list[Pending] = [leaf for _, tree in sorted(trees.items()) for leaf in jax.tree.leaves(tree)]
     del trees
     handlers[_layout.METADATA_ITEM] = ocp.JsonCheckpointHandler(filename=_layout.METADATA_FILE)
     arguments[_layout.METADATA_ITEM] = ocp.args.JsonSave(payload.metadata)

@@ -78,6 +78,24 @@ def test_a_checkpoint_of_which_a_part_was_lent_is_whole(tmp_path: Path, monkeypa
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
+def test_the_order_of_writing_is_the_one_that_was_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = {
+        "params": {"b": np.zeros(1), "a": np.zeros(2)},
+        "variables": {"x": np.zeros(3)},
+        "optimizer_states": [{"m/b": np.zeros(4), "m/a": np.zeros(5)}],
+        "gradients": {"b": np.zeros(6)},
+    }
+    payload = _io.snapshot({"callbacks": {"c": np.zeros(2000)}}, trees, target=tmp_path / "a.ckpt", header={})
+    counted_on: list[Pending] = []
+    taken: list[Pending] = []
+    take = Pending.take
+    monkeypatch.setattr(_io, "lend", lambda pending, folder: counted_on.extend(pending))
+    monkeypatch.setattr(Pending, "take", lambda self: (taken.append(self), take(self))[1])
+    _io.commit(payload, tmp_path / "a.ckpt")
+    assert [array.shape for array in taken] == [array.shape for array in counted_on]
+    assert len(taken) == 7
+
+
 def test_a_full_disk_leaves_the_array_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def __enter__(self) -> Full:
