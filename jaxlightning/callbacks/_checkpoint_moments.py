@@ -149,9 +149,10 @@ class SaveMoments(Checkpoint):
         )
         if not self._may_save(trainer):
             return
-        if self._waits_for_metric:
+        at_epoch_end = self._saves_on_train_epoch_end(trainer)
+        if self._waits_for_metric and (not at_epoch_end or self.monitor in self._monitor_candidates(trainer)):
             self._save_both(trainer)
-        elif not self._saves_on_train_epoch_end(trainer):
+        elif not at_epoch_end:  # otherwise the metric may still come, with the epoch's end
             self._save_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: JaxLightningModule) -> None:

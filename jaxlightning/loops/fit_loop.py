@@ -324,6 +324,10 @@ class FitLoop(Loop):
         self._last_reload_epoch = trainer.current_epoch
         if self._loaded_reload_epoch is not None:  # the next reload comes when it would have come
             self._last_reload_epoch, self._loaded_reload_epoch = self._loaded_reload_epoch, None
+            coming = progress.processed
+            every = trainer.reload_dataloaders_every_n_epochs
+            if every and not self.continues_epoch and coming - self._last_reload_epoch >= every:
+                self._last_reload_epoch = coming  # it is due before the next batch: these loaders are the new ones
         self._settle_validation_interval()
         if trainer.loggers and self.max_batches < trainer.log_every_n_steps and not trainer.fast_dev_run:
             rank_zero_warn(

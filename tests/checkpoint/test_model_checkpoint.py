@@ -56,6 +56,19 @@ def test_a_missing_metric_is_an_error_once_validation_has_run(tmp_path):
         t.fit(Scripted())
 
 
+def test_a_metric_of_the_epochs_end_is_waited_for_through_validation_runs(tmp_path):
+    class Late(Scripted):
+        def on_train_epoch_end(self):
+            self.log("late", 1.0 + self.current_epoch)
+
+    callback = ModelCheckpoint(
+        tmp_path / "ck", monitor="late", every_n_train_steps=2, save_on_train_epoch_end=True, save_top_k=-1
+    )
+    trainer(tmp_path, max_epochs=1, val_check_interval=1, callbacks=[callback]).fit(Late())
+    assert os.listdir(tmp_path / "ck") == ["epoch=0-step=3.ckpt"]
+    assert callback.best_model_score == 1.0
+
+
 def test_a_missing_metric_is_a_warning_without_validation(tmp_path):
     t = trainer(
         tmp_path, max_epochs=2, limit_val_batches=0, callbacks=[ModelCheckpoint(tmp_path / "ck", monitor="nope")]

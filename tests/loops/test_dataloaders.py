@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,28 @@ def test_loaders_are_requested_when_lightning_requests_them(name: str, flags: di
 
     pl.Trainer(**{**QUIET, "max_epochs": 4, **flags}).fit(Model())
     assert events == THEIRS["reload"][name]
+
+
+def test_a_run_resumed_where_a_reload_is_due_requests_its_loader_once(tmp_path: Path) -> None:
+    events: list[int] = []
+
+    class Model(TinyModule):
+        def train_dataloader(self) -> Any:
+            events.append(self.trainer.current_epoch)
+            return super().train_dataloader()
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    flags = {**QUIET, "reload_dataloaders_every_n_epochs": 2}
+    pl.Trainer(**{**flags, "max_epochs": 7}, callbacks=[Save()]).fit(Model())
+    assert events == [0, 2, 4, 6]
+    events.clear()
+    pl.Trainer(**{**flags, "max_epochs": 7}).fit(Model(), ckpt_path=tmp_path / "a.ckpt")
+    assert len(events) == 3  # the one with which the resume begins is that of epoch 2
+    assert events[1:] == [4, 6]
 
 
 @pytest.mark.torch

@@ -164,19 +164,21 @@ class Model:
             return sum((out * out).mean() for out in outputs) / 8
         return sum(out.mean() for out in outputs)
 
-    def step_logs(self, hook: str, batch: Any, loss: Any) -> None:
+    def step_logs(self, hook: str, batch: Any, batch_idx: Any, loss: Any) -> None:
         """Make the log calls that the configuration wants from a step."""
         rows = leaves(batch)[0]
         values = {"loss": loss, "sum": rows.sum(), "size": rows.shape[0], "half": 0.5}
         for log in self.probe.config["logs"]:
-            if log["hook"] == hook and (log["epochs"] is None or int(self.epoch_word) in log["epochs"]):
+            if log["hook"] != hook or not (log["epochs"] is None or int(self.epoch_word) in log["epochs"]):
+                continue
+            if log["every"] == 1 or batch_idx % log["every"] == 0:
                 send(self, log, values[log["value"]])
 
     def training_step(self, batch: Any, batch_idx: Any) -> Any:
         if plan := self.probe.config.get("manual"):
             return self.manual_step(batch, batch_idx, plan)
         loss = self.loss_of(batch)
-        self.step_logs("training_step", batch, loss)
+        self.step_logs("training_step", batch, batch_idx, loss)
         step = self.probe.config["step"]
         if int(self.epoch_word) in step["none_epochs"]:
             return None
@@ -191,7 +193,7 @@ class Model:
                 losses.append(self.optimize(optimizer, network, every, batch, batch_idx, plan))
         if plan["rates"] == "batch" and batch_idx == 1:
             self.step_rates(None)
-        self.step_logs("training_step", batch, losses[0])
+        self.step_logs("training_step", batch, batch_idx, losses[0])
         if plan["returns"] == "nothing":
             return None
         return losses[-1] if self.probe.config["step"]["returns"] == "tensor" else {"loss": losses[0], "x": losses[-1]}
@@ -234,11 +236,11 @@ class Model:
 
     def validation_step(self, batch: Any, batch_idx: Any, dataloader_idx: int = 0) -> Any:
         loss = self.loss_of(batch)
-        self.step_logs("validation_step", batch, loss)
+        self.step_logs("validation_step", batch, batch_idx, loss)
         return {"loss": loss} if self.probe.config["step"]["returns"] == "dict" else None
 
     def test_step(self, batch: Any, batch_idx: Any, dataloader_idx: int = 0) -> Any:
-        self.step_logs("test_step", batch, self.loss_of(batch))
+        self.step_logs("test_step", batch, batch_idx, self.loss_of(batch))
 
     def predict_step(self, batch: Any, batch_idx: Any, dataloader_idx: int = 0) -> Any:
         return self.loss_of(batch)

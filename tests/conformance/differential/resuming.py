@@ -54,7 +54,9 @@ def sample_resume(seed: int, config: Config) -> Config | None:
     window = flags.get("accumulate_grad_batches", 1)
     batch = window * rng.randint(1, 3) - 1
     spec = config["train"]["loaders"][0]
-    if spec["kind"] != "sized" or batch >= len(spec["sizes"]) - 1:
+    limit = flags.get("limit_train_batches", 1.0)
+    count = min(limit, len(spec["sizes"])) if isinstance(limit, int) else int(limit * len(spec["sizes"]))
+    if spec["kind"] != "sized" or batch >= count - 1:
         return None
     spec["kind"] = "stateful"
     return {"hook": "on_train_batch_end", "epoch": epoch, "batch": batch}

@@ -11,7 +11,7 @@ from typing import Any
 
 from conformance.differential.data import ends_early
 from conformance.differential.resuming import sample_resume
-from conformance.differential.sampling_logs import sample_logs
+from conformance.differential.sampling_logs import sample_logs, sample_sparse
 from conformance.differential.sampling_manual import sample_dispatch, sample_manual
 from conformance.differential.sampling_schedulers import sample_schedulers
 
@@ -65,6 +65,7 @@ def sample(seed: int) -> Config:
     if config["step"]["none_epochs"] and "gradient_clip_val" in config["flags"]:
         config["flags"]["gradient_clip_algorithm"] = "norm"
     _make_sensible(rng, config)
+    sample_sparse(seed, config["logs"])
     config["schedulers"] = sample_schedulers(seed, config["logs"])
     config["manual"] = sample_manual(seed, config)
     config["steps_per_dispatch"] = sample_dispatch(seed, config)

@@ -42,6 +42,19 @@ def sample_logs(rng: random.Random, *, optimizer_hooks: bool, batch_hooks: bool)
     return _without_conflicts(logs)
 
 
+def sample_sparse(seed: int, logs: list[dict[str, Any]]) -> None:
+    """Draw which calls in a step are made at every second or third batch only (`every`).
+
+    Args:
+        seed: Of the run; other draws do not depend on these.
+        logs: What `sample_logs` drew.
+    """
+    rng = random.Random(f"sparse {seed}")
+    for log in logs:
+        in_step = log["hook"] in ("training_step", "validation_step", "test_step")
+        log["every"] = rng.choice([2, 3]) if in_step and rng.random() < 0.2 else 1
+
+
 def _count(rng: random.Random) -> int:
     return rng.choice([0, 1, 1, 1, 2])
 
