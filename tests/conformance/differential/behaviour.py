@@ -171,7 +171,7 @@ class Model:
         for log in self.probe.config["logs"]:
             if log["hook"] != hook or not (log["epochs"] is None or int(self.epoch_word) in log["epochs"]):
                 continue
-            if log["every"] == 1 or batch_idx % log["every"] == 0:
+            if (every := log.get("every", 1)) == 1 or batch_idx % every == 0:
                 send(self, log, values[log["value"]])
 
     def training_step(self, batch: Any, batch_idx: Any) -> Any:
