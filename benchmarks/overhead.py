@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _harness import Report, use_the_cpu
+from _harness import Report, ratio_of_medians, use_the_cpu
 from _interleave import Batches, Clock, fit_interleaved, lightning_interleaved, quiet
 
 use_the_cpu()
@@ -77,16 +77,10 @@ def make_batches(steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-def hand_written(batches: list[Any], *, flat: bool = False) -> Callable[[], float]:
-    """Return a function that makes one pass over the batches and returns the seconds per step.
-
-    Args:
-        batches: Of `make_batches`.
-        flat: Whether the state is a flat tuple of leaves in an ahead-of-time compiled call: the least that JAX allows.
-    """
+def hand_step(batch: Any) -> tuple[Callable[..., Any], Any]:
+    """Return the hand-written step, not compiled, and its first state."""
     net, optimizer = MLP(), optax.adam(1e-3)
-    params = net.init(jax.random.key(0), batches[0][0])
-    state = (params, optimizer.init(params))
+    params = net.init(jax.random.key(0), batch[0])
 
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         def loss_of(params: Any) -> jax.Array:
@@ -95,6 +89,47 @@ def hand_written(batches: list[Any], *, flat: bool = False) -> Callable[[], floa
         loss, grads = jax.value_and_grad(loss_of)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
+
+    return step, (params, optimizer.init(params))
+
+
+def hand_scanned(batches: list[Any], steps: int) -> Callable[[], float]:
+    """Return a pass in calls of several steps over batches that are stacked beforehand: what fusing can give here.
+
+    Args:
+        batches: Of `make_batches`.
+        steps: Steps in a call.
+    """
+    step, (params, opt_state) = hand_step(batches[0])
+    stacked = [
+        tuple(np.stack(leaves) for leaves in zip(*batches[start : start + steps], strict=True))
+        for start in range(0, len(batches) - steps + 1, steps)
+    ]
+
+    def many(carry: Any, x: jax.Array, y: jax.Array) -> Any:
+        return jax.lax.scan(lambda carry, batch: (step(*carry[:2], *batch), None), carry, (x, y))[0]
+
+    call, carry = jax.jit(many, donate_argnums=0), (params, opt_state, jax.numpy.zeros(()))
+
+    def one_pass() -> float:
+        nonlocal carry
+        start = time.perf_counter()
+        for x, y in stacked:
+            carry = call(carry, x, y)
+        carry[2].block_until_ready()
+        return (time.perf_counter() - start) / (len(stacked) * steps)
+
+    return one_pass
+
+
+def hand_written(batches: list[Any], *, flat: bool = False) -> Callable[[], float]:
+    """Return a function that makes one pass over the batches and returns the seconds per step.
+
+    Args:
+        batches: Of `make_batches`.
+        flat: Whether the state is a flat tuple of leaves in an ahead-of-time compiled call: the least that JAX allows.
+    """
+    step, state = hand_step(batches[0])
 
     if flat:
         leaves, treedef = jax.tree.flatten(state)
@@ -236,6 +271,10 @@ def main() -> int:
         fused = run_ours(pairs, steps, 1, FUSED)
         show(report, "fused", fused)
         report.check(f"fit / hand-written, {FUSED} steps per dispatch", fused.ratio, 0.45, fused.spread)
+        scanned, single = hand_scanned(batches, FUSED), hand_written(batches)
+        both = [(scanned(), single()) for _ in range(pairs + 1)][1:]  # the first compiles
+        ratio = ratio_of_medians([one for one, _ in both], [other for _, other in both])
+        report.check(f"a scan of {FUSED} steps by hand / hand-written", ratio, None)
     if "lightning" in parts:
         if importlib.util.find_spec("lightning") is None:
             report.result["lightning"] = "not installed"

@@ -41,6 +41,11 @@ def _moves(key: str) -> bool:
     return key.startswith("self.trainer.") and key not in _STEADY
 
 
+def _inner(call: Any) -> Any:
+    """What JAX made at the first call of a compiled step: the method around it, in Python, costs a microsecond."""
+    return getattr(call, "_call", None) or call
+
+
 class Unchanging:
     """In the place of an engine, for steps that see nothing of what the host may change."""
 
@@ -59,7 +64,7 @@ class RepeatedStep:
     def __init__(self, engine: Engine, variant: CompiledStep) -> None:
         self.engine = engine
         self.variant = variant
-        self._call = variant.call
+        self._call = _inner(variant.call)
         self._floats = engine.floats
         self._treedef = variant.treedef
         # A tuple or list of arrays, the commonest batch, needs no general flattening.
@@ -185,7 +190,7 @@ class RepeatedStep:
         if variant is not self.variant:
             if self._last and variant.info.plan is not self.variant.info.plan:
                 return False  # other values are logged: those of the steps before have to be taken first
-            self.variant, self._call, self._host = variant, variant.call, variant.info.host
+            self.variant, self._call, self._host = variant, _inner(variant.call), variant.info.host
         return True
 
     def prepared(self, batches: list[Any]) -> list[Any]:
