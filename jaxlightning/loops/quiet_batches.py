@@ -223,12 +223,12 @@ class QuietBatches:
                 try:
                     result = call(engine._leaves, batch, row, floats)
                 except TypeError:  # another shape or kind of leaf; nothing was consumed
-                    result = None
-                if result is not None:
-                    engine._leaves, step._last = result[0], result
+                    ran = False
+                else:
+                    engine._leaves, step._last, ran = result[0], result, True
             else:
-                result = step(batch, row) or None
-            if result is None:
+                ran = step(batch, row)
+            if not ran:
                 total.ready -= 1
                 current.ready -= 1
                 self._stream.returned.append(batch)
