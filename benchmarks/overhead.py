@@ -39,7 +39,7 @@ from flax import linen as nn  # noqa: E402
 import jaxlightning as jl  # noqa: E402
 
 FEATURES, HIDDEN, CLASSES, BATCH = 32, 64, 10, 32
-FUSED = 25
+FUSED = 50
 """Steps in one call of the fused comparison: what `steps_per_dispatch="auto"` tries with a log point every 50 steps."""
 
 PARTS = ("fit", "ten_logs", "fused", "lightning", "keras")

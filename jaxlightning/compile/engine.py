@@ -199,21 +199,30 @@ class Engine(EngineTraining):
         return known
 
     def fused_variant(
-        self, base: CompiledStep, stacked: list[Any], integers: Any, unroll: int, env: HostEnvironment | None = None
+        self,
+        base: CompiledStep,
+        stacked: list[Any],
+        integers: Any,
+        unroll: int,
+        counted: bool,
+        env: HostEnvironment | None = None,
     ) -> CompiledStep:
         """The variant that does what `base` does for several batches in one call.
 
         Args:
             base: The variant for one batch, of `repeated_step`.
             stacked: Leaves of the batches, stacked along a new first axis.
-            integers: Integer inputs of the steps, int32 `[steps, 5]`.
+            integers: Integer inputs of the steps, int32 `[steps, 5]`, or `[steps + 1, 5]` when they are counted.
             unroll: Steps that are written out.
+            counted: Whether a call says how many of the steps run.
             env: Numbers of the host at the first of the steps, None for a step that knows none.
         """
         clip, outputs = self._plain_choice or ((None, None), False)
         clipping = (clip[1] or "norm") if clip[0] else None
         options = TrainOptions(False, True, True, clipping, outputs, self.detect_anomaly)
-        return self.variants.fused(self, options, self._table("train"), base.treedef, stacked, integers, unroll, env)
+        return self.variants.fused(
+            self, options, self._table("train"), base.treedef, stacked, integers, unroll, counted, env
+        )
 
     def output_of(self, variant: CompiledStep, values: Any, states: Any, outputs: Any) -> StepOutput:
         """What a call of a variant gave, as the loops take it."""

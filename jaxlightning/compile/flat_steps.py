@@ -71,6 +71,7 @@ def fused_function(
     join: Callable[[Any], Any],
     unroll: int,
     shared: tuple[bool, ...],
+    counted: bool,
     info: StepInfo,
 ) -> Callable[..., Any]:
     """Several training steps in one call; arrays, integers and numbers of the host are stacked along a new first axis.
@@ -82,6 +83,8 @@ def fused_function(
         join: Puts one batch together.
         unroll: Steps that are written out.
         shared: Which leaves of a batch are the same for all steps, so that they are not stacked.
+        counted: Whether the call says how many of the stacked steps run, from the first: the integers have one more
+            row then, which begins with that number.
         info: Takes what tracing finds.
     """
     step = train_function(engine, options, table, join, info)
@@ -92,11 +95,21 @@ def fused_function(
             each = iter(own)
             arrays = [leaf if same else next(each) for leaf, same in zip(stacked, shared, strict=True)]
             leaves, values, *_ = step(carry[0], arrays, ints, floats, *host)
-            return (leaves, carry[1] if values is None else values), None
+            return leaves, carry[1] if values is None else values
 
-        first = jnp.zeros((table.capacity,), engine.tree.acc.dtype)
+        first = leaves, jnp.zeros((table.capacity,), engine.tree.acc.dtype)
         own = [leaf for leaf, same in zip(stacked, shared, strict=True) if not same]
-        (leaves, values), _ = jax.lax.scan(body, (leaves, first), (own, ints, host), unroll=unroll)
+        if counted:
+            rows = own, ints[:-1], host
+
+            def row(index: Any) -> Any:
+                return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), rows)
+
+            leaves, values = jax.lax.fori_loop(0, ints[-1, 0], lambda i, carry: body(carry, row(i)), first)
+        else:
+            (leaves, values), _ = jax.lax.scan(
+                lambda carry, inputs: (body(carry, inputs), None), first, (own, ints, host), unroll=unroll
+            )
         return leaves, values, (), (), None, ()
 
     return many

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from jaxlightning.compile.engine import Engine
     from jaxlightning.compile.host_values import HostEnvironment
 
-__all__ = ["MOST_STEPS", "Fusion", "auto_steps", "check_steps_per_dispatch", "make_fusion"]
+__all__ = ["MOST_BYTES", "MOST_STEPS", "Fusion", "auto_steps", "check_steps_per_dispatch", "make_fusion"]
 
-MOST_STEPS = 25
+MOST_STEPS = 50
 """The most steps in one call with `"auto"`: more of them gain nothing, and hold back stops and signals."""
+
+MOST_BYTES = 64 << 20
+"""The most that the batches of one call take together with `"auto"`: they are copied side by side for it."""
 
 _FEWEST = 8
 _CUTS = 4
@@ -88,19 +91,31 @@ class Fusion:
         self.engine = engine
         self.auto = auto
         self.steps = steps
+        # A CPU counts the steps of a loop at no cost; an accelerator would have to ask the host before each of them.
+        self._counts = engine.strategy.root_device.platform == "cpu"
         self._cuts = 0
+        self._sized = not auto
         self._singles: list[float] = []
         self._fused: list[float] = []
         # By the variant for one batch, which is kept so that its identity stays its own.
         self._variants: dict[int, tuple[CompiledStep, CompiledStep]] = {}
+        self._unrolled: dict[int, tuple[CompiledStep, int]] = {}
 
     @property
     def active(self) -> bool:
         """Whether batches are to be collected for one call."""
         return self.steps > 1
 
-    def stack(self, batches: list[Any], treedef: Any) -> list[Any] | None:
-        """The leaves of like batches, stacked along a new first axis; None when they are not alike."""
+    def stack(self, batches: list[Any], treedef: Any, rows: int = 0) -> list[Any] | None:
+        """The leaves of like batches, stacked along a new first axis; None when they are not alike.
+
+        Args:
+            batches: The batches.
+            treedef: Structure of each.
+            rows: How many batches are stacked; the last stands for those that are missing.
+        """
+        if rows > len(batches):
+            batches = batches + batches[-1:] * (rows - len(batches))
         first = batches[0]
         if type(first) is ResidentBatch:
             return _stacked_rows(first, batches)
@@ -122,6 +137,25 @@ class Fusion:
             stacked.append(joined.reshape(len(column), *one.shape))
         return stacked
 
+    def fewest(self, single: RepeatedStep) -> int:
+        """The fewest batches that one call takes: 2 where it counts them, else `steps`, which is the most.
+
+        Args:
+            single: The step for one batch.
+        """
+        return 2 if self._counts and self._unroll(single.variant) == 1 else self.steps
+
+    def _unroll(self, base: CompiledStep) -> int:
+        """How many steps of the loop are written out.
+
+        XLA runs convolutions inside a loop on a CPU many times slower than outside, so there all of them are.
+        """
+        found = self._unrolled.get(id(base))
+        if found is None:
+            written_out = self._counts and "conv_general_dilated" in str(base.jaxpr)
+            found = self._unrolled[id(base)] = base, self.steps if written_out else 1
+        return found[1]
+
     def takes(self, single: RepeatedStep) -> bool:
         """Whether batches are to be collected for one call of this step.
 
@@ -135,13 +169,15 @@ class Fusion:
 
         Args:
             single: The step for one batch.
-            batches: As many batches as one call takes.
+            batches: As many batches as one call takes: from `fewest` to `steps`.
             integers: Their rows of `RepeatedStep.integers`.
 
         Returns:
             How many of them ran; nothing has happened for the others.
         """
         batches = single.prepared(batches)
+        if not self._sized and not self._size(batches[0]):
+            return _one_by_one(single, batches, integers)
         environments = None
         if single.uses_host_numbers:
             environments = single.look_ahead(integers)
@@ -151,7 +187,7 @@ class Fusion:
             self._cuts = 0
         if self.auto and not self._decided():
             return self._try(single, batches, integers, environments)
-        stacked = self.stack(batches, single.variant.treedef)
+        stacked = self.stack(batches, single.variant.treedef, self.steps)
         if stacked is None:
             return 0
         return self._call(single, stacked, integers, environments)
@@ -159,32 +195,50 @@ class Fusion:
     def _call(
         self, single: RepeatedStep, stacked: list[Any], integers: Any, environments: list[HostEnvironment] | None
     ) -> int:
-        variant = self._compiled(single, stacked, integers, environments)
+        count = len(integers)
+        counted = self.fewest(single) < self.steps
+        rows = _counted(integers, self.steps) if counted else integers
+        variant = self._compiled(single, stacked, rows, counted, environments)
         host = variant.info.host
         vectors: tuple[Any, ...] = ()
         if host is not None and environments is not None:
-            vectors = tuple(map(np.stack, zip(*map(host.inputs, environments), strict=True)))
+            inputs = list(map(host.inputs, environments))
+            inputs += inputs[-1:] * (self.steps - count)
+            vectors = tuple(map(np.stack, zip(*inputs, strict=True)))
         try:
-            single.take(variant.call(self.engine._leaves, stacked, integers, self.engine.floats, *vectors))
+            single.take(variant.call(self.engine._leaves, stacked, rows, self.engine.floats, *vectors))
         except TypeError:  # other shapes than those that it was compiled for
             self._variants.clear()
             return 0
         if host is not None and environments is not None:
             host.finish(environments[-1])
-        return len(integers)
+        return count
 
     def _compiled(
-        self, single: RepeatedStep, stacked: list[Any], integers: Any, environments: list[HostEnvironment] | None
+        self,
+        single: RepeatedStep,
+        stacked: list[Any],
+        rows: Any,
+        counted: bool,
+        environments: list[HostEnvironment] | None,
     ) -> CompiledStep:
         base = single.variant
         found = self._variants.get(id(base))
         if found is None:
             env = None if environments is None else environments[0]
-            variant = self.engine.fused_variant(base, stacked, integers, _unroll(single, len(integers)), env)
+            variant = self.engine.fused_variant(base, stacked, rows, self._unroll(base), counted, env)
             found = self._variants[id(base)] = (base, variant)
         return found[1]
 
     # --- "auto" ---------------------------------------------------------------------------------------------------
+
+    def _size(self, batch: Any) -> bool:
+        """Takes fewer steps together when batches are large; whether several are left."""
+        self._sized = True
+        size = 0 if type(batch) is ResidentBatch else sum(map(_bytes, jax.tree_util.tree_leaves(batch)))
+        if size * self.steps > MOST_BYTES:
+            self.steps = max(1, MOST_BYTES // size)
+        return self.steps > 1
 
     def _decided(self) -> bool:
         if len(self._fused) < _TRIALS:
@@ -197,7 +251,10 @@ class Fusion:
         self, single: RepeatedStep, batches: list[Any], integers: Any, environments: list[HostEnvironment] | None
     ) -> int:
         """Times the two ways in turn; both do the work that is due, so no batch is lost."""
-        stacked = self.stack(batches, single.variant.treedef)
+        count = len(batches)
+        if 2 * count < self.steps:  # too few to tell
+            return _one_by_one(single, batches, integers)
+        stacked = self.stack(batches, single.variant.treedef, self.steps)
         if stacked is None:
             return 0
         engine = self.engine
@@ -205,19 +262,18 @@ class Fusion:
             engine.block_until_ready()
             start = time.perf_counter()
             ran = _one_by_one(single, batches, integers)
-            if ran < len(batches):
+            if ran < count:
                 return ran
             engine.block_until_ready()
-            self._singles.append(time.perf_counter() - start)
+            self._singles.append((time.perf_counter() - start) / count)
             return ran
-        self._compiled(single, stacked, integers, environments)
         engine.block_until_ready()
         start = time.perf_counter()
         ran = self._call(single, stacked, integers, environments)
         if ran:
             engine.block_until_ready()
             # The first call has warming up to do.
-            self._fused.append(time.perf_counter() - start if self._fused else math.inf)
+            self._fused.append((time.perf_counter() - start) / count if self._fused else math.inf)
         return ran
 
 
@@ -239,10 +295,13 @@ def _stacked_rows(first: ResidentBatch, batches: list[Any]) -> list[Any] | None:
     return [np.concatenate(rows).reshape(len(rows), count), *columns]
 
 
-def _unroll(single: RepeatedStep, steps: int) -> int:
-    """How many steps of the loop are written out.
+def _counted(integers: Any, steps: int) -> Any:
+    """Integers of up to `steps` steps for a call that counts them, int32 `[steps + 1, 5]`: the last row is their number."""
+    rows = np.zeros((steps + 1, integers.shape[1]), np.int32)
+    rows[: len(integers)] = integers
+    rows[-1, 0] = len(integers)
+    return rows
 
-    XLA runs convolutions inside a loop on a CPU many times slower than outside, so there all of them are.
-    """
-    on_cpu = single.engine.strategy.root_device.platform == "cpu"
-    return steps if on_cpu and "conv_general_dilated" in str(single.variant.jaxpr) else 1
+
+def _bytes(leaf: Any) -> int:
+    return int(getattr(leaf, "nbytes", 0))

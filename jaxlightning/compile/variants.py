@@ -218,26 +218,27 @@ class Variants:
         stacked: Any,
         ints: Any,
         unroll: int,
+        counted: bool,
         env: HostEnvironment | None,
     ) -> CompiledStep:
         """The variant for several training batches in one call; see `fused_function`.
 
         Arrays that are on the device are the same for all batches (`resident`).
         """
-        steps = len(ints)
+        steps = len(ints) - counted
         shared = tuple(isinstance(leaf, jax.Array) for leaf in stacked)
 
         def key() -> tuple[Any, ...]:
             shapes = (engine.state_treedef, treedef, shapes_of(engine.leaves), shapes_of(stacked))
             return (
-                "fused", steps, unroll, options, engine.binding.mode_key(), engine.binding.freezing_key, *shapes
+                "fused", steps, unroll, counted, options, engine.binding.mode_key(), engine.binding.freezing_key, *shapes
             )  # fmt: skip
 
         recipe = _Recipe(
             kind="train_fused",
             key=key,
             build=lambda info: fused_function(
-                engine, options, table, joiner(engine, None, treedef, None), unroll, shared, info
+                engine, options, table, joiner(engine, None, treedef, None), unroll, shared, counted, info
             ),
             args=lambda: (engine.leaves, stacked, ints, engine.floats),
             table=table,

@@ -243,14 +243,17 @@ class QuietBatches:
         return True
 
     def _fused(self, step: RepeatedStep, fusion: Fusion, integers: Any, batches: Any, steps: Any) -> None:
-        """Run batches in calls of several, up to each log point; those that are left over before it, one by one."""
-        start, size = 0, fusion.steps
+        """Run batches in calls of several, up to each log point; those too few for a call before it, one by one."""
+        start = 0
         while start < len(integers):
             stop = min(start + self._until_log_point(), len(integers))
-            while fusion.takes(step) and start + size <= stop:
-                if not self._together(step, fusion, integers[start : start + size], batches, steps):
+            while fusion.takes(step):
+                end = min(start + fusion.steps, stop)
+                if end - start < fusion.fewest(step):
+                    break
+                if not self._together(step, fusion, integers[start:end], batches, steps):
                     return
-                start += size
+                start = end
             self._book()
             if start < stop:
                 if not self._singly(step, integers[start:stop], batches, steps):

@@ -150,7 +150,7 @@ def test_a_convolution_on_a_cpu_is_written_out(tmp_path: Path) -> None:
         np.testing.assert_allclose(fused.state_dict()[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize(("fused_seconds", "kept"), [(0.5, 25), (2.0, 1)])
+@pytest.mark.parametrize(("fused_seconds", "kept"), [(0.5, 50), (2.0, 1)])
 def test_auto_keeps_single_steps_unless_fused_ones_are_faster(
     fused_seconds: float, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,10 +169,10 @@ def test_auto_keeps_single_steps_unless_fused_ones_are_faster(
 
     monkeypatch.setattr(fused_step.RepeatedStep, "__call__", slow_single)
     monkeypatch.setattr(fused_step.RepeatedStep, "take", slow_take)
-    auto, module, rows = _fit(tmp_path / "a", Loader(150), steps_per_dispatch="auto", log_every_n_steps=50)
+    auto, module, rows = _fit(tmp_path / "a", Loader(250), steps_per_dispatch="auto", log_every_n_steps=50)
     assert auto._engine.fusion.steps == kept
     monkeypatch.undo()
-    _, reference, expected = _fit(tmp_path / "b", Loader(150), log_every_n_steps=50)
+    _, reference, expected = _fit(tmp_path / "b", Loader(250), log_every_n_steps=50)
     assert rows == expected
     _assert_same_state(module, reference)
 
@@ -219,9 +219,51 @@ def test_several_devices_fuse_bit_identically(tmp_path: Path) -> None:
     assert [sharding.spec for sharding in batch] == [jax.sharding.PartitionSpec(None, "data")] * 2
 
 
-@pytest.mark.parametrize(("every", "steps"), [(50, 25), (10, 10), (5, 5), (1, 1), (0, 25), (47, 23), (100, 25)])
+@pytest.mark.parametrize(("every", "steps"), [(50, 50), (10, 10), (5, 5), (1, 1), (0, 50), (47, 47), (100, 50), (60, 30)])
 def test_auto_leaves_few_steps_over_before_a_log_point(every: int, steps: int) -> None:
     assert fused_step.auto_steps(every) == steps
+
+
+def _calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many batches each call of several took, as they are made."""
+    counts: list[int] = []
+    call = fused_step.Fusion._call
+
+    def counting(self: Any, single: Any, stacked: Any, integers: Any, environments: Any) -> int:
+        counts.append(len(integers))
+        return call(self, single, stacked, integers, environments)
+
+    monkeypatch.setattr(fused_step.Fusion, "_call", counting)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("module", "last"), [(Seeded, [8]), (lambda: Counting(100), [])], ids=["plain", "decides after batch 30"]
+)
+def test_batches_left_over_before_a_log_point_are_one_call_of_the_same_program(
+    module: Any, last: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = _calls(monkeypatch)
+    options: dict[str, Any] = {"log_every_n_steps": 15, "max_epochs": 1}
+    fused, ours, fused_rows = _fit(tmp_path / "8", Loader(40), module(), steps_per_dispatch=8, **options)
+    # The first batch and the last go the ordinary way; log points come after batches 15 and 30.
+    assert counts == [8, 6, 8, 7, *last]
+    assert fused._engine.trace_counts["train_fused"] == 1
+    _, single, rows = _fit(tmp_path / "1", Loader(40), module(), **options)
+    assert fused_rows == rows
+    _assert_same_state(ours, single)
+
+
+def test_large_batches_are_fewer_in_a_call_with_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = _calls(monkeypatch)
+    size = sum(leaf.nbytes for leaf in next(iter(Loader(1))))
+    monkeypatch.setattr(fused_step, "MOST_BYTES", 12 * size + 1)
+    trainer, fused, fused_rows = _fit(tmp_path / "a", Loader(100), steps_per_dispatch="auto", log_every_n_steps=100)
+    assert max(counts) == 12
+    assert trainer._engine.fusion.steps in (1, 12)
+    _, single, rows = _fit(tmp_path / "1", Loader(100), log_every_n_steps=100)
+    assert fused_rows == rows
+    _assert_same_state(fused, single)
 
 
 class Counting(Seeded):
