@@ -114,9 +114,9 @@ class Trainer(TrainerVerbs, TrainerProperties):
         pad_batches: Fill short batches up to one shape, so that the last batch compiles nothing new: True for the
             loader's batch size, a number for that many rows. Steps get a mask, `self.batch_mask`.
         steps_per_dispatch: How many training batches go to the device in one compiled call: 1, a number, or "auto"
-            (up to 25, so that few are left over before a log point, where that is at least 10 % faster on the first
-            batches). Calls never cross a log point, validation, checkpoint, the end of an epoch or a Python decision
-            that changes, and batches run one by one where a hook of yours runs per batch.
+            (up to 50, fewer for large batches, where that is at least 10 % faster on the first batches). Calls never
+            cross a log point, validation, checkpoint, the end of an epoch or a Python decision that changes, and
+            batches run one by one where a hook of yours runs per batch.
         data_on_device: Keep training data that is in arrays (`ArrayLoader`, what the fast path reads) on the device, so
             that steps get row numbers and gather the rows: "auto" on accelerators where it fits into a quarter of the
             memory, a float up to 1.0 where it fits into that part of any device's, True raises where it cannot, False

@@ -231,7 +231,7 @@ class Variants:
         def key() -> tuple[Any, ...]:
             shapes = (engine.state_treedef, treedef, shapes_of(engine.leaves), shapes_of(stacked))
             return (
-                "fused", steps, unroll, counted, options, engine.binding.mode_key(), engine.binding.freezing_key, *shapes
+                "fused", steps, unroll, options, engine.binding.mode_key(), engine.binding.freezing_key, *shapes
             )  # fmt: skip
 
         recipe = _Recipe(
