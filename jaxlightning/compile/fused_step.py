@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
     from jaxlightning.compile.engine import Engine
     from jaxlightning.compile.host_values import HostEnvironment
 
-__all__ = ["MOST_BYTES", "MOST_STEPS", "Fusion", "auto_steps", "check_steps_per_dispatch", "make_fusion"]
+__all__ = ["MOST_AHEAD", "MOST_BYTES", "MOST_STEPS", "Fusion", "auto_steps", "check_steps_per_dispatch", "make_fusion"]
 
 MOST_STEPS = 50
 """The most steps in one call with `"auto"`: more of them gain nothing, and hold back stops and signals."""
 
 MOST_BYTES = 64 << 20
 """The most that the batches of one call take together with `"auto"`: they are copied side by side for it."""
+
+MOST_AHEAD = 4
+"""So many calls wait for the device at most: each holds its batches until it has run."""
 
 _FEWEST = 8
 _CUTS = 4
@@ -100,6 +104,7 @@ class Fusion:
         # By the variant for one batch, which is kept so that its identity stays its own.
         self._variants: dict[int, tuple[CompiledStep, CompiledStep]] = {}
         self._unrolled: dict[int, tuple[CompiledStep, int]] = {}
+        self._ahead: deque[Any] = deque()
 
     @property
     def active(self) -> bool:
@@ -205,11 +210,15 @@ class Fusion:
             inputs = list(map(host.inputs, environments))
             inputs += inputs[-1:] * (self.steps - count)
             vectors = tuple(map(np.stack, zip(*inputs, strict=True)))
+        if len(self._ahead) == MOST_AHEAD:
+            self._ahead.popleft().block_until_ready()
         try:
-            single.take(variant.call(self.engine._leaves, stacked, rows, self.engine.floats, *vectors))
+            result = variant.call(self.engine._leaves, stacked, rows, self.engine.floats, *vectors)
         except TypeError:  # other shapes than those that it was compiled for
             self._variants.clear()
             return 0
+        single.take(result)
+        self._ahead.append(result[1])
         if host is not None and environments is not None:
             host.finish(environments[-1])
         return count
@@ -296,7 +305,7 @@ def _stacked_rows(first: ResidentBatch, batches: list[Any]) -> list[Any] | None:
 
 
 def _counted(integers: Any, steps: int) -> Any:
-    """Integers of up to `steps` steps for a call that counts them, int32 `[steps + 1, 5]`: the last row is their number."""
+    """Integers of up to `steps` steps for a call that counts, int32 `[steps + 1, 5]`; the last row has their number."""
     rows = np.zeros((steps + 1, integers.shape[1]), np.int32)
     rows[: len(integers)] = integers
     rows[-1, 0] = len(integers)

@@ -219,7 +219,9 @@ def test_several_devices_fuse_bit_identically(tmp_path: Path) -> None:
     assert [sharding.spec for sharding in batch] == [jax.sharding.PartitionSpec(None, "data")] * 2
 
 
-@pytest.mark.parametrize(("every", "steps"), [(50, 50), (10, 10), (5, 5), (1, 1), (0, 50), (47, 47), (100, 50), (60, 30)])
+@pytest.mark.parametrize(
+    ("every", "steps"), [(50, 50), (10, 10), (5, 5), (1, 1), (0, 50), (47, 47), (100, 50), (60, 30)]
+)
 def test_auto_leaves_few_steps_over_before_a_log_point(every: int, steps: int) -> None:
     assert fused_step.auto_steps(every) == steps
 
