@@ -181,7 +181,7 @@ class Fusion:
             How many of them ran; nothing has happened for the others.
         """
         batches = single.prepared(batches)
-        if not self._sized and not self._size(batches[0]):
+        if not self._sized and self._shrinks(batches[0]):
             return _one_by_one(single, batches, integers)
         environments = None
         if single.uses_host_numbers:
@@ -241,13 +241,14 @@ class Fusion:
 
     # --- "auto" ---------------------------------------------------------------------------------------------------
 
-    def _size(self, batch: Any) -> bool:
-        """Takes fewer steps together when batches are large; whether several are left."""
+    def _shrinks(self, batch: Any) -> bool:
+        """Takes fewer steps together when batches are large; whether it does."""
         self._sized = True
         size = 0 if type(batch) is ResidentBatch else sum(map(_bytes, jax.tree_util.tree_leaves(batch)))
-        if size * self.steps > MOST_BYTES:
-            self.steps = max(1, MOST_BYTES // size)
-        return self.steps > 1
+        if size * self.steps <= MOST_BYTES:
+            return False
+        self.steps = max(1, MOST_BYTES // size)
+        return True
 
     def _decided(self) -> bool:
         if len(self._fused) < _TRIALS:
