@@ -13,6 +13,8 @@ import jaxlightning as pl
 from jaxlightning.callbacks import ModelCheckpoint
 from jaxlightning.checkpoint._stored import StoredCheckpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def keys(value: Any, depth: int) -> Any:
     return {str(k): keys(v, depth - 1) for k, v in value.items()} if isinstance(value, dict) and depth else None

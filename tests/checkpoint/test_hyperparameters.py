@@ -15,6 +15,8 @@ import jaxlightning as pl
 from jaxlightning.checkpoint._stored import StoredCheckpoint
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 GOLDEN = golden("hparams")
 
 

@@ -17,6 +17,8 @@ from jaxlightning.callbacks import EarlyStopping, ModelCheckpoint
 from jaxlightning.optim import Adam
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def test_resuming_needs_the_training_state(fitted):
     t, root = fitted
