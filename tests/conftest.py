@@ -1,8 +1,9 @@
 """What holds for every test: the simulated devices, the leak checks, and what is left out when a package is missing.
 
-Every test runs in an empty directory of its own, on eight simulated CPU devices, without the compilation cache. A test
-that leaves something behind fails: an environment variable, a thread, a child process, another working directory, a
-changed JAX option. Open files are counted once, when the session ends.
+Every test runs in an empty directory of its own, on eight simulated CPU devices, without the compilation cache (files
+that run the same few steps again and again ask for one, see `compiled_once`). A test that leaves something behind
+fails: an environment variable, a thread, a child process, another working directory, a changed JAX option. Open files
+are counted once, when the session ends.
 """
 
 from __future__ import annotations
@@ -248,6 +249,28 @@ def _leaves_nothing_behind(_homes: Iterator[Path]) -> Generator[None]:
         problems.append(f"child processes still run: {processes}")
     if problems:
         pytest.fail("the test left something behind: " + "; ".join(problems), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+    """Asked for by files that run the same few steps in many tests: what one test has compiled, the next reads back."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    config = sys.modules["jax"].config
+    changed = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(config, name) for name in changed}
+    compilation_cache.reset_cache()
+    for name, value in changed.items():
+        config.update(name, value)
+    yield
+    for name, value in before.items():
+        config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,7 +8,7 @@ or writes follow at every step all the same.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxlightning.compile.host_values import HostEnvironment
     from jaxlightning.compile.variants import CompiledStep
 
-__all__ = ["RepeatedStep", "Unchanging"]
+__all__ = ["RepeatedStep", "StateCarrier"]
 
 
 @functools.lru_cache(maxsize=64)
@@ -46,11 +46,16 @@ def _inner(call: Any) -> Any:
     return getattr(call, "_call", None) or call
 
 
-class Unchanging:
-    """In the place of an engine, for steps that see nothing of what the host may change."""
+class StateCarrier(Protocol):
+    """What has the state that a repeated step carries on. A loop reads both at every batch: they are plain attributes.
 
-    _dirty = False
-    _leaves: Any = ()
+    Attributes:
+        _dirty: Whether somebody has changed what the step was compiled for.
+        _leaves: The arrays of the state, for a loop that makes the compiled call itself.
+    """
+
+    _dirty: bool
+    _leaves: tuple[Any, ...]
 
 
 class RepeatedStep:
@@ -85,7 +90,7 @@ class RepeatedStep:
         return self._floats is floats
 
     @property
-    def bare(self) -> tuple[Any, Any, Any, type | None]:
+    def bare(self) -> tuple[StateCarrier, Any, Any, type | None]:
         """What a loop needs to make the compiled call itself: the carrier of the state, the call and its floats.
 
         The last item is the kind of batch with which the call is all there is to a step, since such a batch is the

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlightning.compile.checks import checked, raising
-from jaxlightning.compile.repeated_step import Unchanging
+from jaxlightning.compile.repeated_step import StateCarrier
 from jaxlightning.functional._forms import (
     Form,
     LossForm,
@@ -191,15 +191,21 @@ class RepeatedProgram:
         finish: Makes the result of the last batch.
     """
 
-    # A hand-written step reads nothing that could change between two batches, and is called as a whole.
+    # A hand-written step reads nothing that could change between two batches.
     still_valid, uses_host_numbers = True, False
-    bare = (Unchanging(), None, None, None)
+    _dirty = False
+    _leaves: tuple[Any, ...] = ()
 
     def __init__(self, held: Held, program: TrainProgram, finish: Callable[..., Any]) -> None:
         self._held = held
         self._call = program.call
         self._finish = finish
         self._last: tuple[Any, Any, int] = (None, None, 0)
+
+    @property
+    def bare(self) -> tuple[StateCarrier, Any, Any, type | None]:
+        """Itself and no kind of batch: a hand-written step is called as a whole."""
+        return self, None, None, None
 
     def integers(self, batch_idx: int, current_epoch: int, global_step: int, micro_step: int, count: int) -> range:
         """The numbers of `count` batches over the run."""

@@ -21,7 +21,10 @@ from jaxlightning.utilities.exceptions import MisconfigurationException
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
-pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
+pytestmark = [
+    pytest.mark.usefixtures("compiled_once"),
+    pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
+]
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(24, 3)).astype(np.float32)
 Y = RNG.normal(size=(24, 2)).astype(np.float32)

@@ -16,6 +16,8 @@ from jaxlightning.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCh
 from jaxlightning.checkpoint._stored import StoredCheckpoint
 from jaxlightning.loggers import CSVLogger, TensorBoardLogger
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 GOLDEN = golden("checkpoint_files")
 
 

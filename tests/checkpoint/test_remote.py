@@ -22,7 +22,10 @@ from jaxlightning.checkpoint._resolve import hpc_resume_path, hpc_save_path
 
 fsspec = pytest.importorskip("fsspec")
 
-pytestmark = pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("compiled_once"),
+    pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning"),
+]
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -161,7 +161,7 @@ MUTATIONS = [
         "metrics/_sending.py",
         "% every == 0 or bool(trainer.should_stop)",
         "% every == 0",
-        "metrics/test_log_connector.py::test_fast_dev_run_and_a_stop_log_every_step",
+        "metrics/test_logged_values.py::test_fast_dev_run_and_a_stop_log_every_step",
     ),
     Mutation(
         "LG34",
@@ -210,14 +210,14 @@ MUTATIONS = [
         "metrics/_table.py",
         'f"{stage} metric".capitalize()',
         'f"{stage} result".capitalize()',
-        "conformance/test_data.py::test_results_are_printed_as_a_table",
+        "conformance/test_results.py::test_results_are_printed_as_a_table",
     ),
     Mutation(
         "DM09",
         "datamodule.py",
         "if size is None else size}",
         "if size is None else size + 1}",
-        "conformance/test_data.py::test_a_datamodule_describes_itself_and_can_be_pickled",
+        "conformance/test_datamodules.py::test_a_datamodule_describes_itself_and_can_be_pickled",
     ),
     Mutation(
         "ES01",

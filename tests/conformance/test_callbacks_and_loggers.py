@@ -14,6 +14,7 @@ from support.beside import Side, caught, error, events_callback, plain, same
 from support.tracing import golden
 
 pytestmark = [
+    pytest.mark.usefixtures("compiled_once"),
     pytest.mark.lightning,
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning"),

@@ -15,7 +15,10 @@ from jaxlightning.callbacks import BasePredictionWriter
 from jaxlightning.utilities.combined_loader import CombinedLoader
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
-pytestmark = pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("compiled_once"),
+    pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning"),
+]
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

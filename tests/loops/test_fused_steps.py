@@ -17,6 +17,8 @@ from jaxlightning.loggers import CSVLogger
 from jaxlightning.utilities.exceptions import MisconfigurationException
 from tests.loops.test_quiet_batches import Loader, Net
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 class Seeded(Net):
     """With dropout, so that the random keys of the steps matter."""

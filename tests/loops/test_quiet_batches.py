@@ -18,6 +18,8 @@ from jaxlightning.callbacks import EarlyStopping, LearningRateMonitor, ModelChec
 from jaxlightning.loggers import CSVLogger
 from jaxlightning.loops import quiet_batches
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 class Net(pl.LightningModule):
     def __init__(self) -> None:

@@ -18,7 +18,10 @@ from jaxlightning.loops import resident
 from jaxlightning.loops.stream import concatenate
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
-pytestmark = pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("compiled_once"),
+    pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning"),
+]
 
 ROWS, FEATURES = 203, 4
 

@@ -15,6 +15,8 @@ import jaxlightning as pl
 from jaxlightning.callbacks import Callback, LearningRateMonitor
 from jaxlightning.loggers import CSVLogger, Logger, TensorBoardLogger
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,

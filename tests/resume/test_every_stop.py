@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.resume import BATCHES, EPOCHS, FURTHER, MODELS, compiling_once, differing, run
+from support.resume import BATCHES, EPOCHS, FURTHER, MODELS, differing, run
 from support.resume_data import SOURCES
 
 pytestmark = [
+    pytest.mark.usefixtures("compiled_once"),
     # Row 1 of a window is written by hand here; few cores are fine.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning"),
@@ -24,12 +25,6 @@ MARKS = {
     "tf.data": [pytest.mark.tf],
     "grain": [pytest.mark.grain],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compiling_once(tmp_path_factory.mktemp("compiled")):
-        yield
 
 
 def _pairs() -> Iterator[object]:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.resume import compiling_once, differing, run
+from support.resume import differing, run
 
 import jaxlightning as pl
 
 pytestmark = [
+    pytest.mark.usefixtures("compiled_once"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compiling_once(tmp_path_factory.mktemp("compiled")):
-        yield
 
 
 # Hook to the number of its calls. Sanity check: 1 batch; validation: 3 batches.

@@ -1,7 +1,8 @@
-"""A tiny module whose metrics follow a script, for the tests of checkpoints."""
+"""A tiny module whose metrics follow a script, and a datamodule, for the tests of checkpoints."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +11,7 @@ import numpy as np
 
 import jaxlightning as pl
 from jaxlightning.optim import SGD
+from jaxlightning.optim.lr_scheduler import StepLR
 from support.golden import read
 
 LOSSES = [10.0, 9.0, 2.8, 5.0, 2.5, 7.0, 1.0, 3.0]
@@ -79,3 +81,43 @@ class Failing(Scripted):
 
 def trainer(root: Any, **options: Any) -> pl.Trainer:
     return pl.Trainer(**{"default_root_dir": root, "logger": False, **QUIET, **options})
+
+
+class WithHparams(Scripted):
+    """Keeps its arguments; a momentum and a scheduler are states to save."""
+
+    def __init__(self, n_train: int = 6, a: int = 1, b: str = "x") -> None:
+        super().__init__(n_train)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), "interval": "epoch"}}
+
+
+class DM(pl.LightningDataModule):
+    """Keeps its argument, and what state it was given."""
+
+    def __init__(self, z: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.loaded: Any = None
+
+    def train_dataloader(self) -> Any:
+        return loader(6)
+
+    def val_dataloader(self) -> Any:
+        return loader(4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pos": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict
+
+
+def quiet_fit(t: pl.Trainer, *args: Any, **kwargs: Any) -> pl.Trainer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        t.fit(*args, **kwargs)
+    return t

@@ -78,3 +78,16 @@ def train(engine: Engine, data: list[Any], steps: int) -> list[float]:
         for i in range(steps)
     ]
     return [float(out["loss"]) for out in outputs]
+
+
+class Loader:
+    """Batches in their order."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)

@@ -6,12 +6,11 @@ would. Resuming in such a copy and comparing with a run that was never stopped i
 
 from __future__ import annotations
 
-import contextlib
 import random
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -277,26 +276,3 @@ def _streams() -> list[Any]:
     torch = sys.modules.get("torch")
     drawn = [random.random(), float(np.random.rand())]
     return drawn if torch is None else [*drawn, float(torch.rand(()))]
-
-
-@contextlib.contextmanager
-def compiling_once(directory: Path) -> Iterator[None]:
-    """Keep compiled steps on disk: a resumed run compiles what the first one did."""
-    from jax.experimental.compilation_cache import compilation_cache
-
-    changed = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(directory),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in changed}
-    compilation_cache.reset_cache()
-    for name, value in changed.items():
-        jax.config.update(name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()

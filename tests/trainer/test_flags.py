@@ -15,6 +15,8 @@ from support.tracing import TinyModule, golden, loader
 import jaxlightning as pl
 from jaxlightning.callbacks import EarlyStopping, GradientAccumulationScheduler, Timer
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,

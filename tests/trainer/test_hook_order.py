@@ -24,6 +24,7 @@ from jaxlightning.callbacks import ModelCheckpoint
 
 # The traced module and the traced datamodule both override the transfer hooks, which our Trainer points out.
 pytestmark = [
+    pytest.mark.usefixtures("compiled_once"),
     pytest.mark.filterwarnings("ignore:You have overridden:UserWarning"),
     pytest.mark.filterwarnings("ignore::jaxlightning.utilities.warnings.PossibleUserWarning"),
 ]
