@@ -20,6 +20,8 @@ from jaxlightning.callbacks import EarlyStopping, ModelCheckpoint
 from jaxlightning.loggers import CSVLogger
 from jaxlightning.utilities.exceptions import MisconfigurationException
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 class TrainOnly(Classifier):
     validation_step = None  # type: ignore[assignment]

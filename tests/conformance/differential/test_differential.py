@@ -12,7 +12,7 @@ from conformance.differential.execute import run
 from conformance.differential.rules import RULES, SKIPPED
 from conformance.differential.sampling import sample
 
-pytestmark = [pytest.mark.torch, pytest.mark.lightning]
+pytestmark = [pytest.mark.usefixtures("compiled_once"), pytest.mark.torch, pytest.mark.lightning]
 
 QUICK, ALL = 60, 300
 """Seeds of every test run, and of the long one."""
