@@ -66,7 +66,7 @@ class _Program:
         self.outs = self._inline(closed.jaxpr, {})
         self.source = {var: equation for equation in self.equations for var in equation.outvars}
         reads = (atom for equation in self.equations for atom in equation.invars)
-        self._uses = Counter(atom for atom in (*reads, *self.outs) if isinstance(atom, Var))
+        self.uses = Counter(atom for atom in (*reads, *self.outs) if isinstance(atom, Var))
         self.numbers: dict[Any, int] = {}
         self._known: dict[Any, int] = {}
         for equation in self.equations:
@@ -105,7 +105,7 @@ class _Program:
 
         XLA multiplies by the inverse of a number that is used only once, which rounds differently.
         """
-        return equation.primitive.name == "div" and atom is equation.invars[1] and self._uses.get(atom, 0) > 1
+        return equation.primitive.name == "div" and atom is equation.invars[1] and self.uses[atom] > 1
 
     def _number(self, equation: Any) -> None:
         if equation.primitive.name not in _SCALAR or any(a.aval.shape != () for a in equation.invars):
@@ -259,10 +259,16 @@ class _Search:
                 lines.append((_key_of(equation), tuple(line)))
                 group.equations.append(equation)
                 numbers[atom] = ("line", len(lines))
-        if lines and (group.others or not group.divisors):
+        if lines and (group.others or not group.divisors) and self._is_closed(group):
             slots = tuple((str(self.program.invars[s].aval.dtype), numbers[self.new[s]]) for s in group.slots)
             group.key = (slots, tuple(lines))
         return group
+
+    def _is_closed(self, group: _Group) -> bool:
+        """Whether nothing but the update itself reads what lies between old and new values, nor the new ones."""
+        inside = Counter(atom for equation in group.equations for atom in equation.invars if isinstance(atom, Var))
+        inside.update(self.new[slot] for slot in group.slots)
+        return all(inside[e.outvars[0]] == self.program.uses[e.outvars[0]] for e in group.equations)
 
     def _is_product(self, atom: Any) -> bool:
         """Whether a value is a product, perhaps moved about.
@@ -282,40 +288,13 @@ class _Search:
                 left += [operand for operand in equation.invars if isinstance(operand, Var)]
         return False
 
-    def needed(self, atoms: Iterable[Any], given: Any = ()) -> set[Any]:
-        """All variables that are computed on the way to these values, up to those that are given."""
-        found: set[Any] = set()
-        left = [atom for atom in atoms if not isinstance(atom, Literal)]
-        while left:
-            var = left.pop()
-            if var in found or var in given:
-                continue
-            found.add(var)
-            if var in self.program.source:
-                left += [v for v in self.program.source[var].invars if not isinstance(v, Literal)]
-        return found
-
-    def given(self, slots: Iterable[int]) -> set[Any]:
-        """New values that can be taken out of a merged result where something else needs them."""
-        values = {self.new[slot] for slot in slots}
-        return {var for var in values if var in self.program.source and not self._is_product(var)}
-
-    def classes(self) -> list[list[_Group]]:
-        """Groups to which the same is done, two or more each, for which it pays to do it at once."""
-        groups = self.groups()
-        while True:
-            alike: dict[Any, list[_Group]] = {}
-            for group in groups:
+    def classes(self, fewest: int) -> list[list[_Group]]:
+        """Groups to which the same is done, two or more each, with at least so many leaves in each."""
+        alike: dict[Any, list[_Group]] = {}
+        for group in self.groups():
+            if len(group.slots) >= fewest:
                 alike.setdefault(group.key, []).append(group)
-            groups = [group for each in alike.values() if len(each) > 1 for group in each]
-            merged = {slot for group in groups for slot in group.slots}
-            kept = self.needed(atom for group in groups for atom in (*group.others, *group.scalars))
-            kept |= self.needed((var for slot, var in self.new.items() if slot not in merged), self.given(merged))
-            # Where something else needs what lies between old and new values, it is computed once more for that.
-            paying = [g for g in groups if sum(e.outvars[0] in kept for e in g.equations) * 2 <= len(g.equations)]
-            if len(paying) == len(groups):
-                return [each for each in alike.values() if len(each) > 1]
-            groups = paying
+        return [groups for groups in alike.values() if len(groups) > 1]
 
 
 def _fits(old: Any, new: Any, most: int) -> bool:
@@ -323,7 +302,8 @@ def _fits(old: Any, new: Any, most: int) -> bool:
     return (
         plain
         and old.ndim > 0
-        and 0 < old.size <= most
+        and 0 not in old.shape and 1 not in old.shape
+        and old.size <= most
         and (new.aval.shape, new.aval.dtype) == (old.shape, old.dtype)
         and not jax.dtypes.issubdtype(old.dtype, jax.dtypes.extended)
     )
@@ -379,30 +359,20 @@ class _Vectors:
         """New vectors from old ones and from what goes in."""
         columns = zip(*(group.others for group in self.groups), strict=True)
         others = [
-            self.joined((env[var] for var in column), None if place else [env[var] for var in self.divisors])
+            self.joined(_apart([env[var] for var in column]), None if place else [env[var] for var in self.divisors])
             for place, column in enumerate(columns)
         ]
         return list(self._update(*old, *others, *(env[var] for var in self.scalars)))
 
 
+def _apart(arrays: list[Any]) -> list[Any]:
+    """The same arrays, computed by themselves and not inside of what reads them."""
+    return list(jax.lax.optimization_barrier(arrays))
+
+
 def _function(equations: list[Any], operands: list[Any], results: list[Any]) -> Callable[..., Any]:
     info = DebugInfo("merged updates", "training_step", ("",) * len(operands), ("",) * len(results))
     return jaxpr_as_fun(ClosedJaxpr(Jaxpr((), operands, results, equations, frozenset(), info), ()))
-
-
-class _Part:
-    """Equations that are evaluated together."""
-
-    def __init__(self, program: _Program, wanted: set[Any]) -> None:
-        equations = [e for e in program.equations if any(var in wanted for var in e.outvars)]
-        self.results = [var for equation in equations for var in equation.outvars]
-        made = set(self.results)
-        read = (atom for equation in equations for atom in equation.invars if isinstance(atom, Var))
-        self.operands = [var for var in dict.fromkeys(read) if var not in made]
-        self._call = _function(equations, self.operands, self.results)
-
-    def run(self, env: dict[Any, Any]) -> None:
-        env.update(zip(self.results, self._call(*(env[var] for var in self.operands)), strict=True))
 
 
 class _Plan:
@@ -426,17 +396,14 @@ class _Plan:
         }
         self.carried = len(search.new)
         self.others = [slot for slot in range(self.carried) if slot not in self.place]
-        groups = [group for each in classes for group in each]
-        before = search.needed(atom for group in groups for atom in (*group.others, *group.scalars))
-        wanted = [search.new[slot] for slot in self.others]
-        given = search.given(self.place) - before
-        after = search.needed(wanted, given) - before
-        self.before, self.after = _Part(program, before), _Part(program, after)
-        after_reads = {*self.after.operands, *(atom for atom in wanted if isinstance(atom, Var))}
-        old = {var: slot for slot, var in enumerate(program.invars[: self.carried]) if slot in self.place}
-        reads = {*self.before.operands, *after_reads, *(var for group in groups for var in group.others)}
-        self.old = {var: slot for var, slot in old.items() if var in reads}
-        self.new = {search.new[slot]: slot for slot in self.place if search.new[slot] in given & after_reads}
+        made = {e.outvars[0] for groups in classes for group in groups for e in group.equations}
+        equations = [e for e in program.equations if made.isdisjoint(e.outvars)]
+        self.rest = [var for equation in equations for var in equation.outvars]
+        read = dict.fromkeys(atom for e in equations for atom in e.invars if isinstance(atom, Var))
+        self.operands = [var for var in read if var not in set(self.rest)]
+        self._call = _function(equations, self.operands, self.rest)
+        reads = {*self.operands, *(var for groups in classes for group in groups for var in group.others)}
+        self.old = {program.invars[slot]: slot for slot in self.place if program.invars[slot] in reads}
 
     def pack(self, carry: list[Any]) -> list[Any]:
         """The carried state with vectors at its end."""
@@ -470,13 +437,9 @@ class _Plan:
         env.update(zip(program.invars[self.carried :], inputs, strict=True))
         env.update((program.invars[slot], value) for slot, value in zip(self.others, packed, strict=False))
         env.update((var, self._leaf(columns, slot)) for var, slot in self.old.items())
-        self.before.run(env)
-        after = {id(each): each.update(columns[id(each)], env) for each in self.vectors}
-        env.update((var, self._leaf(after, slot)) for var, slot in self.new.items())
-        self.after.run(env)
-        outs = [program.outs[slot] for slot in self.others]
-        rest = [atom.val if isinstance(atom, Literal) else env[atom] for atom in outs]
-        return [*rest, *(vector for each in self.vectors for vector in after[id(each)])]
+        env.update(zip(self.rest, self._call(*(env[var] for var in self.operands)), strict=True))
+        rest = [atom.val if isinstance(atom, Literal) else env[atom] for atom in (program.outs[s] for s in self.others)]
+        return [*rest, *(vector for each in self.vectors for vector in each.update(columns[id(each)], env))]
 
 
 class MergedBody:
@@ -496,7 +459,7 @@ class MergedBody:
     """
 
     def __init__(
-        self, body: Callable[[Any, Any], Any], carry: Any, inputs: Any, *, merge: bool = True, most: int = MOST_ELEMENTS
+        self, body: Callable[[Any, Any], Any], carry: Any, inputs: Any, *, merge: bool = True, most: int = MOST_ELEMENTS, fewest: int = 1
     ) -> None:
         self._body, self._plan = body, None
         closed, shape = jax.make_jaxpr(body, return_shape=True)(carry, inputs)
@@ -509,7 +472,7 @@ class MergedBody:
             if merge and not closed.effects:
                 program = _Program(closed)
                 search = _Search(program, count, most)
-                classes = search.classes()
+                classes = search.classes(fewest)
                 self._plan = _Plan(program, search, classes) if classes else None
         plan: Any = self._plan
         self.merged = (0, 0) if plan is None else (len(plan.place), sum(each.width for each in plan.vectors))
