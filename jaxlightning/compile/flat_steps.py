@@ -15,6 +15,7 @@ from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.guarded_update import guarded_update
 from jaxlightning.compile.host_proxy import weak
 from jaxlightning.compile.manual_tape import resolve
+from jaxlightning.compile.merged_updates import MergedBody
 from jaxlightning.compile.packing import SlotTable
 from jaxlightning.compile.resident import expanded
 from jaxlightning.compile.run_step import StepInfo
@@ -85,6 +86,9 @@ def fused_function(
         info: Takes what tracing finds.
     """
     step = train_function(engine, options, table, join, info)
+    devices = engine.strategy.devices
+    # Checks are to name the user's own operations.
+    merge = len(devices) == 1 and devices[0].platform == "cpu" and not engine.variants.checks
 
     def many(leaves: Any, stacked: Any, ints: Any, floats: Any, *host: Any) -> Any:
         def body(carry: Any, inputs: Any) -> Any:
@@ -92,11 +96,17 @@ def fused_function(
             each = iter(own)
             arrays = [leaf if same else next(each) for leaf, same in zip(stacked, shared, strict=True)]
             leaves, values, *_ = step(carry[0], arrays, ints, floats, *host)
-            return (leaves, carry[1] if values is None else values), None
+            return leaves, carry[1] if values is None else values
 
         first = jnp.zeros((table.capacity,), engine.tree.acc.dtype)
         own = [leaf for leaf, same in zip(stacked, shared, strict=True) if not same]
-        (leaves, values), _ = jax.lax.scan(body, (leaves, first), (own, ints, host), unroll=unroll)
+        inputs = (own, ints, host)
+        one = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape[1:], each.dtype), inputs)
+        merged = MergedBody(body, (leaves, first), one, merge=merge)
+        packed, _ = jax.lax.scan(
+            lambda *args: (merged(*args), None), merged.pack((leaves, first)), inputs, unroll=unroll
+        )
+        leaves, values = merged.unpack(packed)
         return leaves, values, (), (), None, ()
 
     return many
