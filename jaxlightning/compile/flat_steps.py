@@ -101,7 +101,8 @@ def fused_function(
         first = jnp.zeros((table.capacity,), engine.tree.acc.dtype)
         own = [leaf for leaf, same in zip(stacked, shared, strict=True) if not same]
         inputs = (own, ints, host)
-        one = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape[1:], each.dtype), inputs)
+        struct: Any = jax.ShapeDtypeStruct
+        one = jax.tree.map(lambda each: struct(each.shape[1:], each.dtype), inputs)
         merged = MergedBody(body, (leaves, first), one, merge=merge)
         packed, _ = jax.lax.scan(
             lambda *args: (merged(*args), None), merged.pack((leaves, first)), inputs, unroll=unroll

@@ -91,12 +91,14 @@ class _Vectors:
 
 def _apart(arrays: list[Any]) -> list[Any]:
     """The same arrays, computed by themselves and not inside of what reads them."""
-    return list(jax.lax.optimization_barrier(arrays))
+    return list(jax.lax.optimization_barrier(arrays))  # type: ignore[no-untyped-call]
 
 
 def _function(equations: list[Any], operands: list[Any], results: list[Any]) -> Callable[..., Any]:
     info = DebugInfo("merged updates", "training_step", ("",) * len(operands), ("",) * len(results))
-    return jaxpr_as_fun(ClosedJaxpr(Jaxpr((), operands, results, equations, frozenset(), info), ()))
+    jaxpr = Jaxpr((), operands, results, equations, frozenset(), info)
+    function: Callable[..., Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+    return function
 
 
 class _Plan:
@@ -198,11 +200,12 @@ class MergedBody:
     ) -> None:
         self._body, self._plan = body, None
         closed, shape = jax.make_jaxpr(body, return_shape=True)(carry, inputs)
-        self._treedef = jax.tree_util.tree_structure(carry)
-        count = self._treedef.num_leaves
+        treedef: Any = jax.tree_util.tree_structure(carry)
+        self._treedef = treedef
+        count = treedef.num_leaves
         old, new = closed.in_avals[:count], closed.out_avals
         self._call: Callable[..., Any] | None = None
-        if jax.tree_util.tree_structure(shape) == self._treedef and all(map(_stays, old, new)):
+        if treedef == jax.tree_util.tree_structure(shape) and all(map(_stays, old, new)):
             self._call = jaxpr_as_fun(closed)
             if merge and not closed.effects:
                 program = Program(closed)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
@@ -87,8 +88,9 @@ class Program:
     def number(self, atom: Any) -> int:
         """The number of a scalar."""
         if isinstance(atom, Literal):
+            aval: Any = atom.aval
             value = np.asarray(atom.val)
-            return self._known.setdefault((str(atom.aval.dtype), value.tobytes()), len(self._known))
+            return self._known.setdefault((str(aval.dtype), value.tobytes()), len(self._known))
         return self.numbers.get(atom, -id(atom))
 
     def divides_several(self, equation: Any, atom: Any) -> bool:
@@ -296,13 +298,15 @@ class Search:
 
 
 def _fits(old: Any, new: Any, most: int) -> bool:
-    plain = isinstance(new, Var) and not old.weak_type and not new.aval.weak_type
+    aval = new.aval
     return (
-        plain
+        isinstance(new, Var)
+        and not old.weak_type
+        and not aval.weak_type
         and old.ndim > 0
         and 0 not in old.shape
         and 1 not in old.shape
         and old.size <= most
-        and (new.aval.shape, new.aval.dtype) == (old.shape, old.dtype)
-        and not jax.dtypes.issubdtype(old.dtype, jax.dtypes.extended)
+        and (aval.shape, aval.dtype) == (old.shape, old.dtype)
+        and not jnp.issubdtype(old.dtype, jax.dtypes.extended)
     )
