@@ -15,7 +15,6 @@ from jaxlightning.compile.core import EvalOptions, TrainOptions
 from jaxlightning.compile.guarded_update import guarded_update
 from jaxlightning.compile.host_proxy import weak
 from jaxlightning.compile.manual_tape import resolve
-from jaxlightning.compile.merged_updates import MergedBody
 from jaxlightning.compile.packing import SlotTable
 from jaxlightning.compile.resident import expanded
 from jaxlightning.compile.run_step import StepInfo
@@ -89,9 +88,6 @@ def fused_function(
         info: Takes what tracing finds.
     """
     step = train_function(engine, options, table, join, info)
-    devices = engine.strategy.devices
-    # Checks are to name the user's own operations.
-    merge = len(devices) == 1 and devices[0].platform == "cpu" and not engine.variants.checks
 
     def many(leaves: Any, stacked: Any, ints: Any, floats: Any, *host: Any) -> Any:
         def body(carry: Any, inputs: Any) -> Any:
@@ -103,19 +99,17 @@ def fused_function(
 
         first = leaves, jnp.zeros((table.capacity,), engine.tree.acc.dtype)
         own = [leaf for leaf, same in zip(stacked, shared, strict=True) if not same]
-        rows = own, ints[:-1] if counted else ints, host
-        struct: Any = jax.ShapeDtypeStruct
-        merged = MergedBody(body, first, jax.tree.map(lambda x: struct(x.shape[1:], x.dtype), rows), merge=merge)
-        packed = merged.pack(first)
         if counted:
+            rows = own, ints[:-1], host
 
             def row(index: Any) -> Any:
-                return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), rows)
+                return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), rows)
 
-            packed = jax.lax.fori_loop(0, ints[-1, 0], lambda i, carry: merged(carry, row(i)), packed)
+            leaves, values = jax.lax.fori_loop(0, ints[-1, 0], lambda i, carry: body(carry, row(i)), first)
         else:
-            packed, _ = jax.lax.scan(lambda carry, one: (merged(carry, one), None), packed, rows, unroll=unroll)
-        leaves, values = merged.unpack(packed)
+            (leaves, values), _ = jax.lax.scan(
+                lambda carry, inputs: (body(carry, inputs), None), first, (own, ints, host), unroll=unroll
+            )
         return leaves, values, (), (), None, ()
 
     return many
