@@ -258,6 +258,19 @@ def test_batches_left_over_before_a_log_point_are_one_call_of_the_same_program(
     _assert_same_state(ours, single)
 
 
+def test_without_counted_steps_all_calls_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, where a counted loop would ask the host before each step."""
+    monkeypatch.setattr(fused_step.Fusion, "fewest", lambda self, single: self.steps)
+    counts = _calls(monkeypatch)
+    options: dict[str, Any] = {"log_every_n_steps": 15, "max_epochs": 1}
+    fused, ours, fused_rows = _fit(tmp_path / "8", Loader(40), steps_per_dispatch=8, **options)
+    assert counts == [8, 8, 8]
+    assert "scan[" in str(fused._engine.compiled["train_fused"].jaxpr)
+    _, single, rows = _fit(tmp_path / "1", Loader(40), **options)
+    assert fused_rows == rows
+    _assert_same_state(ours, single)
+
+
 @pytest.mark.parametrize("fit", [12, 1])
 def test_large_batches_are_fewer_in_a_call_with_auto(fit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = _calls(monkeypatch)
