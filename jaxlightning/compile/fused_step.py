@@ -103,24 +103,17 @@ class Fusion:
         self._fused: list[float] = []
         # By the variant for one batch, which is kept so that its identity stays its own.
         self._variants: dict[int, tuple[CompiledStep, CompiledStep]] = {}
-        self._unrolled: dict[int, tuple[CompiledStep, int]] = {}
+        self._written_out: dict[int, tuple[CompiledStep, bool]] = {}
         self._ahead: deque[Any] = deque()
 
-    @property
-    def active(self) -> bool:
-        """Whether batches are to be collected for one call."""
-        return self.steps > 1
-
-    def stack(self, batches: list[Any], treedef: Any, rows: int = 0) -> list[Any] | None:
+    def stack(self, batches: list[Any], treedef: Any) -> list[Any] | None:
         """The leaves of like batches, stacked along a new first axis; None when they are not alike.
 
         Args:
-            batches: The batches.
+            batches: Up to `steps` batches; the last stands for those that are missing.
             treedef: Structure of each.
-            rows: How many batches are stacked; the last stands for those that are missing.
         """
-        if rows > len(batches):
-            batches = batches + batches[-1:] * (rows - len(batches))
+        batches = batches + batches[-1:] * (self.steps - len(batches))
         first = batches[0]
         if type(first) is ResidentBatch:
             return _stacked_rows(first, batches)
@@ -155,11 +148,11 @@ class Fusion:
 
         XLA runs convolutions inside a loop on a CPU many times slower than outside, so there all of them are.
         """
-        found = self._unrolled.get(id(base))
+        found = self._written_out.get(id(base))
         if found is None:
-            written_out = self._counts and "conv_general_dilated" in str(base.jaxpr)
-            found = self._unrolled[id(base)] = base, self.steps if written_out else 1
-        return found[1]
+            found = base, self._counts and "conv_general_dilated" in str(base.jaxpr)
+            self._written_out[id(base)] = found
+        return self.steps if found[1] else 1
 
     def takes(self, single: RepeatedStep) -> bool:
         """Whether batches are to be collected for one call of this step.
@@ -192,7 +185,7 @@ class Fusion:
             self._cuts = 0
         if self.auto and not self._decided():
             return self._try(single, batches, integers, environments)
-        stacked = self.stack(batches, single.variant.treedef, self.steps)
+        stacked = self.stack(batches, single.variant.treedef)
         if stacked is None:
             return 0
         return self._call(single, stacked, integers, environments)
@@ -264,7 +257,7 @@ class Fusion:
         count = len(batches)
         if 2 * count < self.steps:  # too few to tell
             return _one_by_one(single, batches, integers)
-        stacked = self.stack(batches, single.variant.treedef, self.steps)
+        stacked = self.stack(batches, single.variant.treedef)
         if stacked is None:
             return 0
         engine = self.engine

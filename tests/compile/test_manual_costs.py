@@ -11,18 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.verbatim import QUIET
 
 import jaxlightning as pl
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_epochs": 1,
-}
+FLAGS: dict[str, Any] = {**QUIET, "max_epochs": 1}
 
 
 class Blocks(nn.Module):
@@ -158,7 +151,7 @@ def test_a_manual_step_has_the_operations_of_one_written_by_hand(kind: str, wass
     rng = np.random.RandomState(0)
     real, noise = rng.randn(64, 5).astype(np.float32), rng.randn(64, 3).astype(np.float32)
     module = Costly(kind, wasserstein)
-    pl.Trainer(**QUIET).fit(module, pl.ArrayLoader((real, noise), batch_size=64))
+    pl.Trainer(**FLAGS).fit(module, pl.ArrayLoader((real, noise), batch_size=64))
     ours = module._engine.compiled["train"].cost_analysis()["flops"]
     theirs = by_hand(kind, wasserstein, real, noise).cost_analysis()["flops"]
     assert ours / theirs < 1.01

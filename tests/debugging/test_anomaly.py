@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import checkify
+from support.models import Loader
 
 import jaxlightning
 from jaxlightning import LightningModule, Trainer, TrainState
@@ -57,17 +58,6 @@ class PlantInParameter(jaxlightning.Callback):
             params = trainer.state.params
             params["net"]["Dense_1"]["kernel"] = params["net"]["Dense_1"]["kernel"].at[1, 0].set(jnp.inf)
             trainer.state.params = params
-
-
-class Loader:
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
 
 
 @pytest.mark.parametrize(
